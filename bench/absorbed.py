@@ -124,10 +124,10 @@ def tiles(op: str, T: int, K: int, least_n: int = 16) -> dict[str, Callable[...,
     shared = import_module("openmla.backends.triton._head_weights")
 
     def tried(tile: Any) -> Callable[..., None]:
-        kept = lru_cache(module.launch_of.__wrapped__)
+        kept = lru_cache(module.SPEC.launch.__wrapped__)
 
         def run(*args: Any, **kwargs: Any) -> None:
-            fresh = patch.object(module, "launch_of", kept)
+            fresh = patch.object(module.SPEC, "launch", kept)
             with patch.object(module, "config_of", lambda *_, **__: tile), fresh:
                 module.run(*args, **kwargs)
 

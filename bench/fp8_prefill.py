@@ -95,9 +95,9 @@ class Heads:
         launching = import_module("openmla.backends.gluon.mha_ragged")
         names = ("ATTEND_REGISTERS", "LOAD_REGISTERS")
         with patch.dict(launching.TUNED[1], dict(zip(names, registers, strict=True))):
-            launching.launch_of.cache_clear()
+            launching.SPEC.forget()
             out, _ = self.fp8(made, "gluon")
-            launching.launch_of.cache_clear()
+            launching.SPEC.forget()
         return out
 
     def exact(self, made: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor]:

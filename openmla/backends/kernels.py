@@ -1,12 +1,12 @@
 """Kernel: one of several kernels of a backend for an op, and how one is selected.
 
-A backend with one kernel for an op is a file with why_not(), run(), builds() and LAUNCHES. One with
+A backend with one kernel for an op is a file with why_not(), run(), SPECS and LAUNCHES. One with
 several lists them, best first; adding a kernel is one file that makes a Kernel and one line there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ class Kernel:
     slower: Callable[[Problem], str | None]  # the measured reason why another one is faster
     efficiency: float  # fraction of peak matmul throughput on long inputs
     run: Callable[..., Any]
-    builds: Callable[[], Iterator[Any]]
+    specs: tuple[Any, ...] = ()  # a KernelSpec for each compiled kernel that `run` launches
 
 
 class Variant(NamedTuple):

@@ -11,7 +11,8 @@ Triton had to compile, a pointer of unknown origin); such calls run as before.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +91,8 @@ class Replay:
 class Recorder(TorchDispatchMode):
     """Observes one call of this thread. `inputs` are aliases, each a separate object, because a
     tensor that is passed twice in this call may be two tensors in the next."""
+
+    kernels: set[Any] | None = None  # only observed() asks for them
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -187,13 +190,34 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 _active = threading.local()
 
 
-def active() -> Recorder | None:
-    """Return the recorder of this thread's call, if any."""
+class Observer(NamedTuple):
+    """Takes the place of a recorder while kernels are observed."""
+
+    kernels: set[Any]
+
+    def note(self, launched: Launched | None) -> None:
+        pass
+
+
+def active() -> Recorder | Observer | None:
+    """Return the recorder of this thread's call, or its observer, if any."""
     return getattr(_active, "recorder", None)
+
+
+@contextmanager
+def observed() -> Iterator[set[Any]]:
+    """Collect which compiled kernels this thread's calls ask for. Nothing is recorded meanwhile."""
+    _active.recorder = Observer(set())
+    try:
+        yield _active.recorder.kernels
+    finally:
+        _active.recorder = None
 
 
 def record(call: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[Any, Replay | None]:
     """Return the result of a call with these inputs, and its Replay if it can be repeated."""
+    if active() is not None:  # kernels are observed
+        return call(*inputs), None
     recorder = Recorder(inputs)
     _active.recorder = recorder
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from openmla.backends.choice import BackendChoice, check_backend_choice
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import check_kind
-from openmla.hardware import multiprocessors
-from openmla.layers.warm_v4 import numbers_of_tokens, run_compressed_steps
+from openmla.layers.sweep import Sweep, run_sweeps, sizes_up_to
+from openmla.layers.warm_v4 import run_compressed_steps
 from openmla.layers.weights import absorb
 from openmla.outputs import get_output_format, make_output
 from openmla.plan import Batch, Plan, Workspace, make_plan, reserve
@@ -133,26 +134,15 @@ def warmup(
             sizes = max_requests, max_tokens
             run_compressed_steps(config, cache, workspace, *sizes, dtype, backend, ranks)
             return workspace
-        size = 1 if ranks is None else ranks.shard.size
-        shapes = step_shapes(config, cache, workspace, max_requests, max_tokens, size)
-        if absorbed is not None or batch_invariant:  # products use one kernel for many tokens
-            many = min(max_tokens, max(MANY_TOKENS, -(-MANY_ROWS // config.num_heads)))
-            longest = min(
-                LONG, config.max_positions, cache.parts[0].num_blocks * cache.parts[0].block_size
-            )
-            lengths = sorted({many, max(many, longest)})
-            shapes = chain(shapes, [StepShape(1, many, each, "absorbed") for each in lengths])
-        for shape in shapes:
-            given = config, cache, workspace, dtype, backend, output, absorbed
-            run_step(shape, *given, ranks=ranks, **options)
+        run_steps(
+            config, cache, workspace, max_requests, max_tokens, dtype=dtype, backend=backend,
+            output=output, absorbed=absorbed, ranks=ranks, **options,
+        )  # fmt: skip
     return workspace
 
 
-MANY_TOKENS = 128
-MANY_ROWS = 1024  # query rows from which fixed runs are merged with another tile size
-LONG = 16384  # keys: more fixed runs than a merge that launches early takes
-SOME_REQUESTS = 4  # each is split into fewer runs than a single request, more than many
-FOLDED_ROWS = 128  # maximum query rows, tokens times heads, that read keys together
+MOST_DRAFTS = 32  # new tokens of a request, with speculative decoding
+MOST_ABSORBED = 1024  # tokens of a product with fp8 or batch-invariant absorbed weights
 
 
 class StepShape(NamedTuple):
@@ -173,52 +163,80 @@ class StepShape(NamedTuple):
         return Batch([self.new] * B, [self.length] * B, table.contiguous(), slots)
 
 
-def step_shapes(
+def step_sweeps(
     config: MLAConfig, cache: LayerCache, workspace: Workspace, max_requests: int, max_tokens: int,
-    ranks: int = 1,
-) -> Iterator[StepShape]:  # fmt: skip
-    """Yield steps of one request and of up to the maximum, short and long, split into runs or not,
-    with and without top-k selection; with selection, token counts in between; and prefill without
-    context, with some, and with more than the workspace holds."""
+    *, ranks: int = 1, absorbs_many: bool = False,
+) -> Iterator[Sweep]:  # fmt: skip
+    """Yield sweeps over the requests, the new tokens and the length of steps, and over the columns
+    of the block table: with and without top-k selection, and prefill without context, with some,
+    and with more than the workspace holds. `absorbs_many`: products with
+    absorbed weights depend on the number of tokens."""
     assert cache.latent is not None
     BS = cache.latent.block_size * ranks
-    capacity = cache.latent.num_blocks * BS
+    far = min(cache.latent.num_blocks * BS, config.max_positions)
     chosen = config.indexer.topk if config.indexer is not None else 0
-    longest = min(capacity, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
+    longest = min(far, max(4096, 2 * chosen, 2 * workspace.num_rows))
     dense = min(chosen or longest, longest)  # maximum keys without top-k selection
     most = min(max_requests, max_tokens)
-    for B in sorted({1, min(SOME_REQUESTS, most), most}):
-        for length in sorted({1, min(BS + 1, longest), dense, longest}):
-            yield StepShape(B, 1, length, "absorbed")
-    # One request that is split into many runs, or whose table is wide enough for them.
-    far = min(capacity, config.max_positions, LONG)
-    yield StepShape(1, 1, far, "absorbed")
-    yield StepShape(1, 1, dense, "absorbed", far)
-    # As many draft tokens as fit share a tile of query rows. There is a kernel for each power of
-    # two and, if the number of heads is not a power of two, for the other counts that fit.
-    uneven = config.num_heads & (config.num_heads - 1) != 0
-    for new in range(2, min(FOLDED_ROWS // config.num_heads + uneven, max_tokens, dense) + 1):
-        if uneven or new & (new - 1) == 0:
-            yield StepShape(1, new, dense, "absorbed")
+
+    def decode(B: int, length: int, widest: int = 0) -> StepShape:
+        return StepShape(B, 1, length, "absorbed", widest)
+
+    def prompt(new: int, context: int, form: str, reach: int = longest) -> StepShape:
+        return StepShape(1, new, min(new + context, reach), form)
+
+    def several(T: int, requests: int, length: int) -> StepShape | None:
+        B = min(T, requests)
+        return StepShape(B, T // B, length, "absorbed") if length >= T // B else None
+
+    requests, tokens = sizes_up_to(most), sizes_up_to(min(max_tokens, longest))
+    for length in sorted({1, min(BS + 1, longest), dense, longest}):
+        yield Sweep(partial(decode, length=length), requests)
+    yield Sweep(partial(decode, length=dense, widest=far), requests)
+    yield Sweep(partial(decode, 1), sizes_up_to(far))
+    yield Sweep(partial(decode, 1, dense), sizes_up_to(far, dense))  # wider tables
+    # Few tokens of a request, as of drafts. "auto" absorbs those for which it is cheaper, and to
+    # absorb a long prompt would take far more memory.
+    drafts = sizes_up_to(min(MOST_ABSORBED if absorbs_many else MOST_DRAFTS, tokens[-1]))
+    for context in sorted({0, dense, far}) if absorbs_many else (dense,):
+        yield Sweep(partial(prompt, context=context, form="absorbed", reach=far), drafts)
     if config.indexer is not None:
-        # Next to longer requests, then enough requests to exceed the workspace with their keys.
-        yield StepShape(1, 1, dense, "absorbed", longest)
+        # Enough requests to exceed the workspace with their keys.
         many = min(max_requests, max_tokens, workspace.num_rows // dense + 1)
-        yield StepShape(many, 1, dense, "expanded")
-        # The number of tokens decides how selected rows are split.
-        units = multiprocessors(cache.latent.data.device)
-        for T in numbers_of_tokens(min(max_tokens, max(4 * units, 8)), units, config.num_heads):
-            for B in sorted({1, min(T, max_requests)}):  # indexers batch the tokens of a request
-                if longest >= T // B:
-                    yield StepShape(B, T // B, longest, "absorbed")
-            # Long enough that selected rows are decoded at each read.
-            rare = min(capacity, config.max_positions, T * chosen // 4)
-            if rare > longest:
-                yield StepShape(1, T, rare, "absorbed")
-    new = min(max_tokens, longest)
-    for form in ("auto", "expanded"):  # as in plans; absorbing all would cost far more
-        for length in sorted({new, min(new + BS, longest), longest}):
-            yield StepShape(1, new, length, form)
+        yield Sweep(lambda B: StepShape(B, 1, dense, "expanded"), [many])
+        # The number of tokens decides how selected rows are split, and whether they are decoded
+        # first; indexers batch the tokens of a request.
+        for B, length in product((1, max_requests), (longest, far)):
+            yield Sweep(partial(several, requests=B, length=length), sizes_up_to(max_tokens))
+    within = min(longest, config.window or longest)  # what may be expanded
+    for context in (0, BS, longest):  # as in plans
+        yield Sweep(partial(prompt, context=context, form="auto"), tokens)
+        some = sizes_up_to(min(tokens[-1], within))
+        yield Sweep(partial(prompt, context=context, form="expanded", reach=within), some)
+
+
+def run_steps(
+    config: MLAConfig,
+    cache: LayerCache,
+    workspace: Workspace,
+    max_requests: int,
+    max_tokens: int,
+    *,
+    absorbed: AbsorbedWeights | None = None,
+    ranks: Ranks | None = None,
+    batch_invariant: bool = False,
+    **options: Any,
+) -> None:
+    """Run steps of all shapes with kernels of their own. `options`: others of run_step()."""
+    assert cache.latent is not None
+    options |= {"absorbed": absorbed, "ranks": ranks, "batch_invariant": batch_invariant}
+    sweeps = step_sweeps(
+        config, cache, workspace, max_requests, max_tokens,
+        ranks=1 if ranks is None else ranks.shard.size,
+        absorbs_many=absorbed is not None or batch_invariant,
+    )  # fmt: skip
+    run = partial(run_step, config=config, cache=cache, workspace=workspace, **options)
+    run_sweeps(sweeps, run, cache.latent.data.device, ranks)
 
 
 def run_step(

@@ -7,6 +7,8 @@ device are 0, so nothing is written and little is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +16,10 @@ import torch
 from openmla.backends.choice import BackendChoice
 from openmla.cache import LayerCache
 from openmla.config import INDEXED_RATIO, MLAConfig
-from openmla.hardware import multiprocessors
 from openmla.layers.mla_v4 import MLAAttentionV4
+from openmla.layers.sweep import Sweep, run_sweeps, sizes_up_to
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.ranks import Ranks
-
-ENOUGH = 1024  # entries of a table; wider ones merge the same number of runs at once
-WIDER_TILES = 256  # output rows from which runs are merged with wider tiles
 
 
 class CompressedStepShape(NamedTuple):
@@ -44,16 +43,20 @@ def run_compressed_steps(
     backend: BackendChoice,
     ranks: Ranks | None = None,
 ) -> None:
-    """Run a step of every shape in a layer of the cache's ratio."""
+    """Run steps of all shapes with kernels of their own in a layer of the cache's ratio."""
     layer = empty_layer(config, cache, dtype)
     size = sharing(cache, ranks)
-    shapes = list(compressed_step_shapes(config, cache, max_requests, max_tokens, size))
-    for shape in shapes:
+
+    def run(shape: CompressedStepShape) -> None:
         run_compressed(shape, layer, cache, workspace, dtype, backend, ranks)
+
+    assert cache.window is not None
+    sweeps = compressed_sweeps(config, cache, max_requests, max_tokens, size)
+    run_sweeps(sweeps, run, cache.window.data.device, ranks)
     indexer = getattr(layer.compressor, "indexer", None)
     if indexer is not None and indexer.hadamard:  # another kernel pools keys without it
         indexer.hadamard = False
-        run_compressed(shapes[-1], layer, cache, workspace, dtype, backend, ranks)
+        run(CompressedStepShape(1, 1, 1, 1, 1))
 
 
 def sharing(cache: LayerCache, ranks: Ranks | None) -> int:
@@ -61,14 +64,12 @@ def sharing(cache: LayerCache, ranks: Ranks | None) -> int:
     return 1 if ranks is None or cache.ratio != INDEXED_RATIO else ranks.shard.size
 
 
-def compressed_step_shapes(
+def compressed_sweeps(
     config: MLAConfig, cache: LayerCache, max_requests: int, max_tokens: int, ranks: int = 1
-) -> Iterator[CompressedStepShape]:
-    """Yield token counts that differ in how attention is split, each in one request and in the
-    maximum number of requests. Context: none, a full window, enough entries for top-k selection,
-    and all that fits. Tables: as narrow as that allows, and wider.
-
-    The largest steps come first: the memory that they free is enough for the others.
+) -> Iterator[Sweep]:
+    """Yield sweeps over the number of tokens, in one request and in the maximum number of requests.
+    Context: none, a full window, enough entries for top-k selection, and all that fits. Tables: as
+    narrow as that allows, and wider.
     """
     assert config.compressor is not None and cache.window is not None
     span, ratio, BS = config.compressor.window, cache.ratio, cache.window.block_size
@@ -77,36 +78,33 @@ def compressed_step_shapes(
         per_block, blocks = cache.compressed.block_size * ranks, cache.compressed.num_blocks
         longest = min(longest, blocks * per_block * ratio)
         most = min(most, cache.state.num_blocks, max(blocks // 2, 1))
-    lengths = {span, longest}
+    contexts = {0, span, longest}
     if ratio == INDEXED_RATIO and config.indexer is not None:
-        lengths.add((config.indexer.topk + 1) * ratio)
+        contexts.add((config.indexer.topk + 1) * ratio)
     widest_ring = -(-min(longest, max_tokens + span - 1) // BS) + 1
-    widest = max(-(-longest // (per_block * ratio)), -(-ENOUGH // per_block)) if per_block else 1
-    units = multiprocessors(cache.window.data.device)
-    for T in numbers_of_tokens(max_tokens, units, config.num_heads):
-        for B in sorted({1, min(T, most)}):
-            new = T // B
-            own = -(-new // (per_block * ratio)) + 1 if per_block else 0
-            if new > longest or (B > 1 and B * own > blocks):  # no room for such a step
-                continue
-            for length in sorted({new, *(max(new, min(new + n, longest)) for n in lengths)}):
-                ring = -(-min(length, new + span - 1) // BS)
-                columns = -(-length // (per_block * ratio)) if per_block else 1
-                yield CompressedStepShape(B, new, length, columns, ring)
-                while B == 1 and length == new and 0 < columns * per_block < ENOUGH:
-                    columns *= 2
-                    yield CompressedStepShape(B, new, length, columns, ring)
-                yield CompressedStepShape(B, new, length, widest, widest_ring)
+    widest = -(-longest // (per_block * ratio)) if per_block else 1
 
+    def shape(
+        T: int, requests: int, context: int, columns: int = 0, wide: bool = False
+    ) -> CompressedStepShape | None:
+        """With at least so many columns of entries; `wide`: all, and those of the window."""
+        B = min(T, requests)
+        new = T // B
+        own = -(-new // (per_block * ratio)) + 1 if per_block else 0
+        if new > longest or (B > 1 and B * own > blocks):
+            return None
+        length = max(new, min(new + context, longest))
+        needed = -(-length // (per_block * ratio)) if per_block else 1
+        ring = -(-min(length, new + span - 1) // BS)
+        if wide:
+            return CompressedStepShape(B, new, length, widest, widest_ring)
+        return CompressedStepShape(B, new, length, max(needed, columns), ring)
 
-def numbers_of_tokens(most: int, units: int, num_heads: int) -> list[int]:
-    """Return token counts in falling order. Steps of 1.5x cover every power of two that a number of
-    runs is rounded up to. From two tokens per multiprocessor (`units`) on, nothing is split. Also
-    included: the count from which runs are merged with wider tiles."""
-    powers = [2**i for i in range(max(2 * units, 8).bit_length() + 1)]
-    wider = -(-WIDER_TILES // num_heads)
-    numbers = {n for n in (*powers, *(3 * n // 2 for n in powers[1:]), wider) if n < most}
-    return sorted({*numbers, most}, reverse=True)
+    tokens = sizes_up_to(max_tokens)
+    for requests, context, wide in product((1, most), sorted(contexts), (False, True)):
+        yield Sweep(partial(shape, requests=requests, context=context, wide=wide), tokens)
+    for T in sorted({max_tokens, *(2**i for i in range(max_tokens.bit_length()))}, reverse=True):
+        yield Sweep(partial(shape, T, 1, 0), sizes_up_to(widest))
 
 
 def empty_layer(config: MLAConfig, cache: LayerCache, dtype: torch.dtype) -> MLAAttentionV4:

@@ -302,6 +302,7 @@ def captured_parts(
     requests, everyone = range(len(batch.query_lens)), slice(0, max_tokens)
     select = None
     if config.window:
+        _check_columns(batch, buffers, latent.block_size)
         cuts = query_chunks(max_tokens, config, dtype.itemsize)
         values = window_roles(batch, requests, cuts)
         check_roles(values, buffers)
@@ -362,6 +363,17 @@ def check_ring(batch: Batch, cache: LayerCache, buffers: Buffers) -> None:
             f"pool.tables(requests, window_columns={rings})."
         )
     check_fit(batch, buffers)
+
+
+def _check_columns(batch: Batch, buffers: Buffers, BS: int) -> None:
+    """Check that block tables whose rows are rings have as many columns as their buffer: the block
+    of a position depends on it."""
+    rings, columns = buffers["block_table"].shape[1], batch.block_table.shape[1]
+    if columns != rings and max(batch.read_lens, default=0) > columns * BS:
+        raise ConfigError(
+            f"plan: block_table must have {rings} columns like the buffers, got {columns}. Call "
+            f"pool.block_table(requests, num_columns={rings})."
+        )
 
 
 def check_fit_tokens(batch: Batch, buffers: Buffers) -> None:

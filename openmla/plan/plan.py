@@ -244,7 +244,7 @@ def _make(
             )  # fmt: skip
     else:
         check_cache(config, cache, rows, options.form)
-        check_batch(batch, rows, size)
+        check_batch(batch, rows, size, config.window)
         check_window(batch, config)
         check_wide_queries("plan", options.query_dtype, dtype)
         if options.prefill_dtype is not None:

@@ -1,7 +1,7 @@
-"""Launches and ahead-of-time builds of one kernel say the same; read from the sources.
+"""Every kernel is declared by a KernelSpec, from which its launches and its builds follow.
 
-Triton's default for fused multiply-adds changes between versions, and results with it: every launch
-states what it wants, and its build is compiled so.
+Triton's default for fused multiply-adds changes between versions, and results with it: a spec
+states what it wants, so launches and ahead-of-time builds cannot differ.
 """
 
 from __future__ import annotations
@@ -10,77 +10,50 @@ import ast
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from openmla.backends import BACKENDS
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).resolve().parents[2] / "openmla" / "backends"
 FILES = sorted(path for name in ("gluon", "triton") for path in (FOLDER / name).glob("*.py"))
 
 
-def launches(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls of prepare(kernel, ...); `kernel` or a name that ends so. No other launch is there."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-            assert ast.unparse(node.func.value) in ("self.kernel", "Iterator"), ast.unparse(node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "prepare":
-            assert "kernel" in ast.unparse(node.args[0]).rpartition(".")[2]
-            yield node
+def specs() -> Iterator[Any]:
+    for op, backends in BACKENDS.items():
+        for backend in {"gluon", "triton"} & {*backends}:
+            yield from import_module(f"openmla.backends.{backend}.{op}").SPECS
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                yield path, node
+def calls(path: Path) -> Iterator[str]:
+    """What a file calls, as text: names, attributes and subscripts."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func)
 
 
-def launchers() -> Iterator[tuple[Path, ast.FunctionDef, ast.Call]]:
-    for path, function in functions():
-        yield from ((path, function, call) for call in launches(function))
+def test_every_kernel_has_a_spec_of_its_op() -> None:
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    defined = {name for name in functions if name.endswith("_kernel")}
+    assert defined == {spec.kernel.fn.__name__ for spec in specs()}
 
 
-def named_kernels(tree: ast.AST) -> set[str]:
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return {name for name in names if name.startswith("_") and name.endswith("_kernel")}
+def test_kernels_are_launched_by_their_specs() -> None:
+    """Triton's own launch, kernel[grid], and prepare() are each called in one place."""
+    launched = {name for path in FILES for name in calls(path) if "kernel[" in name}
+    assert launched == {"self.kernel[grid]"}
+    assert [path.stem for path in FILES if "prepare" in calls(path)] == ["_spec"]
 
 
-def kernels_of(path: Path, function: ast.FunctionDef) -> set[str]:
-    """The kernels a function names, of which it launches one or another; those of its file and of
-    the files that import it where it is handed one."""
-    kernels = named_kernels(function)
-    module = f"openmla.backends.{path.parent.name}.{path.stem}"
-    if not kernels:
-        kernels = named_kernels(ast.parse(path.read_text()))
-        for tree in (ast.parse(file.read_text()) for file in FILES):
-            if module in imported(tree):
-                kernels |= named_kernels(tree)
-    return kernels
-
-
-def imported(tree: ast.AST) -> set[str | None]:
-    return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-
-
-def test_every_launch_states_fp_fusion() -> None:
-    launched: set[str] = set()
-    for path, function, call in launchers():
-        launched |= kernels_of(path, function)
-        stated = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        where = f"{path.name}: {function.name}"
-        assert stated.get("enable_fp_fusion") == "FP_FUSION", f"{where} must pass FP_FUSION"
-    defined = {function.name for _, function in functions() if function.name.endswith("_kernel")}
-    assert launched == defined  # none is missed here
-
-
-def test_builds_have_the_fp_fusion_of_their_launch() -> None:
-    from openmla.backends.triton._build import all_builds
-
+def test_every_spec_has_builds_for_its_targets() -> None:
+    """With the fp_fusion of its launches; different specs of a kernel agree on it."""
     wanted: dict[str, bool] = {}
-    for path, function, _ in launchers():
-        own = import_module(f"openmla.backends.{path.parent.name}.{path.stem}").FP_FUSION
-        for kernel in kernels_of(path, function):
-            assert wanted.setdefault(kernel, own) == own, kernel
-    built = {(build.kernel.fn.__name__, build.fp_fusion) for build in all_builds()}
-    assert built == set(wanted.items())
+    for spec in specs():
+        builds = list(spec.builds())
+        assert {build.capability for build in builds} == {*spec.targets}, spec.kernel
+        for build in builds:
+            name = build.kernel.fn.__name__
+            assert build.fp_fusion == wanted.setdefault(name, spec.fp_fusion), name

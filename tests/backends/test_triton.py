@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -75,11 +74,11 @@ def assert_compiles(build: Any) -> None:
 
 
 def builds_of(op: str, target: int) -> list[Any]:
-    from openmla.backends.triton._build import COMPILED
+    from openmla.backends.triton import _build
 
-    there = [backend for backend in COMPILED if backend in BACKENDS[op]]
-    builds = [import_module(f"openmla.backends.{name}.{op}").builds() for name in there]
-    return [build for build in chain(*builds) if build.capability == target]
+    there = [backend for backend in _build.COMPILED if backend in BACKENDS[op]]
+    builds = chain(*(_build.builds_of(op, name) for name in there))
+    return [build for build in builds if build.capability == target]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+from openmla.errors import ShapeError  # noqa: E402
 from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
+from openmla.integrations.transformers.attachment import ROLLBACK  # noqa: E402
 from tests.integrations.generation import captured, new_tokens, prompts  # noqa: E402
 from tests.integrations.models import make_dots3, on  # noqa: E402
 
@@ -178,8 +180,76 @@ def test_every_kind_is_explained_and_counted() -> None:
     shown = str(attachment.explain())
     assert "3 layers of kind 0: 0, 1, 5" in shown and "3 layers of kind 1: 2, 3, 4" in shown
     assert f"each over its last {W} keys" in shown and f"{K} of up to 40 keys" in shown
-    # rows of 40 columns and 16 indexer channels, and rows of 60, of the whole context
-    assert f"{3 * (40 + 16) * 4} B per token" in shown and f"{3 * 60 * 4} B per token" in shown
+    # rows of 40 columns and 16 indexer channels, and rows of 60
+    assert f"{3 * (40 + 16) * 4} B per token of the whole context" in shown
+    kept = f"{3 * 60 * 4} B per token of a step and of the {W + ROLLBACK} tokens before it"
+    assert kept in shown
     latents = [cache.latent for cache in attachment.caches.values() if cache.latent is not None]
     assert sorted(latent.data.shape[2] for latent in latents) == [40] * 3 + [60] * 3
     assert len({id(each) for each in attachment.last_plans.values()}) == 2
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_sliding_layers_keep_a_ring(capture: bool, device: str) -> None:
+    """Rows behind the window are recycled: of 130 tokens, sliding layers keep a third."""
+    model = make_dots3().to(device)
+    ids, mask = on(device, *prompts((50, 47)))
+    expected = new_tokens(model, ids, mask, n=80, prefill_chunk_size=20)
+    attach(model, block_size=4, capture=capture)
+    attachment = attachment_of(model)
+    assert torch.equal(new_tokens(model, ids, mask, n=80, prefill_chunk_size=20), expected)
+    past = model(ids, attention_mask=mask).past_key_values
+    step = torch.ones((2, 1), dtype=torch.int64, device=device)
+    for n in range(1, 81):
+        longer = torch.cat([mask, step.expand(2, n)], 1)
+        model(step, attention_mask=longer, past_key_values=past)
+    whole, rows = attachment.pools
+    held = -(-(W + ROLLBACK + 1) // 4) + 1
+    assert whole.num_blocks - whole.num_free == sum(-(-n // 4) for n in (130, 127))
+    assert 2 * (held - 2) <= rows.num_blocks - rows.num_free <= 2 * held
+    for layer, cache in attachment.caches.items():
+        assert cache.latent is not None
+        blocks = (rows if layer in (2, 3, 4) else whole).num_blocks
+        assert cache.latent.num_blocks == blocks
+    used = (whole.num_blocks - whole.num_free) * 4 * 3 * (40 + 16) * 4
+    used += (rows.num_blocks - rows.num_free) * 4 * 3 * 60 * 4
+    assert attachment.used_bytes() == used
+    del past
+    assert all(pool.num_free == pool.num_blocks for pool in attachment.pools)
+
+
+def test_what_rings_do_not_allow() -> None:
+    model = make_dots3()
+    ids, mask = prompts((60,))
+    attach(model, block_size=4)
+    past = model(ids).past_key_values
+    with pytest.raises(ShapeError, match=r"can be cut to 0 or 28..60 tokens \(rollback=32\)"):
+        past.crop(-40)
+    assert past.get_seq_length() == 60
+    hidden = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    hidden[:, 30] = 0
+    with pytest.raises(ShapeError, match="rows before the window are gone"):
+        model(ids[:, :1], attention_mask=hidden, past_key_values=past)
+    past.reset()
+    assert relative(model(ids, past_key_values=past).logits, model(ids).logits) < 1e-6
+
+
+def test_queries_that_only_look(device: str) -> None:
+    """Padding columns after a row's tokens look at its window and are not cached."""
+    model = make_dots3().to(device)
+    ids, _ = on(device, *prompts((40, 40)))
+    mask = torch.ones_like(ids)
+    mask[0, 30:] = 0
+    expected = model(ids[:1, :30]).logits
+    attach(model, block_size=4)
+    past = model(ids, attention_mask=mask).past_key_values
+    actual = model(ids, attention_mask=mask).logits[:1, :30]
+    assert relative(actual, expected) < 1e-5
+    more, _ = on(device, *prompts((3, 3), seed=5))
+    longer = torch.cat([mask, torch.ones_like(more)], 1)
+    positions = torch.tensor([[30, 31, 32], [40, 41, 42]], device=device)
+    step = {"attention_mask": longer, "position_ids": positions}
+    out = model(more, past_key_values=past, **step).logits[:1]
+    detach(model)
+    alone = model(torch.cat([ids[:1, :30], more[:1]], 1)).logits[:, 30:]
+    assert relative(out, alone) < 1e-5

@@ -100,6 +100,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     }
     for name, part in parts.items():
         monkeypatch.setattr(torch.cuda, name, part)
+    where = "openmla.integrations.transformers.graphs.keep_workspace"
+    monkeypatch.setattr(where, lambda stream: None)
     where = "openmla.integrations.transformers.captured.has_graphs"
     monkeypatch.setattr(where, lambda device: True)
     return fake
@@ -313,6 +315,23 @@ def test_no_more_than_the_largest_needs_on_cuda() -> None:
     several, tokens = run(rows, True)
     assert several <= one + (8 << 20)
     assert all(torch.equal(a, b) for a, b in zip(tokens, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
+def test_steps_outlive_the_workspaces_of_cublas_on_cuda() -> None:
+    """torch.compile with CUDA graphs releases them all, and others may get their memory."""
+    model = with_large_experts()
+    attach(model, num_blocks=64, capture=True)
+    ids, mask = (part.to("cuda") for part in prompts((20,) * 3, seed=3))
+    tokens = new_tokens(model, ids, mask, n=4)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 20,), 7, device="cuda") for _ in range(16)]
+    assert torch.equal(new_tokens(model, ids, mask, n=4), tokens)
+    assert captured(model).recordings == 1
+    assert all((other == 7).all() for other in others)
+    detach(model)
 
 
 def test_attachments_do_not_share(cuda: FakeCuda) -> None:

@@ -97,8 +97,7 @@ def steps_after_warmup(
         config, cache, **sizes, workspace_tokens=4096, dtype=dtype,
         prefill_dtype=asked.get("prefill_dtype"),
     )  # fmt: skip
-    for shape in warm.step_shapes(config, cache, space, REQUESTS, MOST):
-        warm.run_step(shape, config, cache, space, dtype, "auto", **asked)
+    warm.run_steps(config, cache, space, REQUESTS, MOST, dtype=dtype, backend="auto", **asked)
     yield None
     chance = random.Random(0)
     while True:

@@ -10,10 +10,13 @@ import torch
 
 from openmla import (
     Batch,
+    BlockPool,
     ConfigError,
+    ShapeError,
     allocate_cache,
     make_plan,
     plan_buffers,
+    warmup,
 )
 from tests.layers.dots3 import INDEXED, KINDS, SLIDING, K, W, definition, make_layer
 from tests.layers.serving import Server, relative_error, sequence
@@ -85,6 +88,51 @@ def test_only_the_rows_of_the_window_are_read() -> None:
     assert relative_error(server.output("r").double(), definition(layer, hidden)) < 1e-5
 
 
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_rows_may_be_rings(block_size: int) -> None:
+    """A pool with a window recycles blocks behind it; the layer's outputs stay the same."""
+    layer = make_layer(SLIDING)
+    hidden = {name: sequence(90, seed) for seed, name in enumerate("ab")}
+    server = Server(layer, hidden, block_size=block_size, num_blocks=160 // block_size)
+    whole = server.pool
+    server.pool = BlockPool(whole.num_blocks, block_size, window=W, rollback=6)
+    for wanted in ((20, 1), (1, 1), (1, 40), (W - 1, 1), (1, 1), (3, 30)):
+        server.step([("a", wanted[0]), ("b", wanted[1])])
+    for name in "ab":  # both go back
+        server.pool.truncate(name, server.pool.seq_len(name) - 4)
+        server.outputs[name] = [torch.cat(server.outputs[name])[:-4]]
+    for _ in range(16):
+        server.step([("a", 1), ("b", 1)])
+    held = -(-(W + 6) // block_size) + 1
+    assert all(len(server.pool.blocks(name)) <= held for name in "ab")
+    for name in "ab":
+        actual = server.output(name).double()
+        assert relative_error(actual, definition(layer, hidden[name][: len(actual)])) < 1e-5
+
+
+def test_a_captured_step_over_rings() -> None:
+    layer, hidden = make_layer(SLIDING), sequence(60)
+    server = Server(layer, {"r": hidden})
+    server.pool = BlockPool(server.pool.num_blocks, 4, window=W)
+    sizes: dict[str, Any] = {"max_requests": 2, "max_tokens": 2, "max_blocks": 5}
+    buffers = plan_buffers(layer.config, server.cache, **sizes)
+    server.step([("r", 20)])
+    for position in range(20, 60):
+        server.pool.take({"r": 1})
+        slots = server.pool.slot_mapping([("r", position, position + 1)])
+        tables = [server.pool.block_table(["r"], num_columns=columns) for columns in (5, 4)]
+        batch, narrow = (Batch([1], [position + 1], table, slots) for table in tables)
+        plan = server.plan(batch, into=buffers)
+        rows = hidden[[position, 0]]
+        out = layer(rows, torch.tensor([position, 0]), server.cache, plan)
+        server.outputs["r"].append(out[:1])
+    with pytest.raises(ConfigError, match="block_table must have 5 columns like the buffers"):
+        server.plan(narrow, into=buffers)
+    with pytest.raises(ShapeError, match="block_table must have room for the 12 rows"):
+        server.plan(Batch([1], [60], tables[0][:, :2], slots))
+    assert relative_error(server.output("r").double(), definition(layer, hidden)) < 1e-5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_step_serves_all_lengths(kind: str) -> None:
     layer, hidden = make_layer(KINDS[kind]), {n: sequence(40, n) for n in (5, W, 30)}
@@ -136,6 +184,18 @@ def test_low_precision_layers_stay_close() -> None:
         bound = 5e-2 if config.indexer is not None else 1e-2
         expected = definition(layer, hidden)
         assert relative_error(server.output("r").double(), expected) < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warmup_covers_a_step_of_each_form(kind: str, device: str) -> None:
+    config = KINDS[kind]
+    server = Server(make_layer(config), {"r": sequence(40)}, device=device)
+    sizes: dict[str, Any] = {"max_requests": 2, "max_tokens": 40, "workspace_tokens": 64}
+    workspace = warmup(config, server.cache, dtype=torch.float32, **sizes)
+    for n in (W, 27, 1):
+        server.step([("r", n)], workspace=workspace)
+    expected = definition(server.layer, sequence(40))
+    assert relative_error(server.output("r").double(), expected) < 1e-5
 
 
 def test_what_a_window_cannot_be_combined_with() -> None:

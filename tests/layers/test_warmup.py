@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,10 +21,12 @@ from openmla import (
     make_plan,
     warmup,
 )
-from openmla.layers.warm import StepShape, run_step, step_shapes
+from openmla.backends.replay import active
+from openmla.layers.sweep import Sweep, run_sweeps, sizes_up_to
+from openmla.layers.warm import StepShape, run_step, run_steps, step_sweeps
 from openmla.layers.warm_v4 import (
     CompressedStepShape,
-    compressed_step_shapes,
+    compressed_sweeps,
     empty_layer,
     run_compressed,
     run_compressed_steps,
@@ -101,8 +103,8 @@ def test_steps_of_every_kind_write_nothing(
         return plans[-1]
 
     monkeypatch.setattr("openmla.layers.warm.make_plan", remember)
-    for shape in step_shapes(config, cache, space, *sizes.values()):
-        run_step(shape, config, cache, space, torch.float32, "auto", output)
+    given: dict[str, Any] = {"dtype": torch.float32, "backend": "auto"}
+    run_steps(config, cache, space, *sizes.values(), output=output, **given)
     weights = MLAAttention(config, absorbed_format="fp8").to(device).absorbed
     shape = StepShape(2, 1, 9, "absorbed")
     run_step(shape, config, cache, space, torch.float32, "auto", output, weights)
@@ -136,12 +138,16 @@ def test_steps_of_v4_write_nothing(
         assert torch.equal(part.data.view(torch.uint8), before)
     steps = [plan.shared for plan in plans if plan.shared is not None]
     assert len(steps) == len(plans)
-    assert {len(step.positions) for step in steps} >= {1, 2, 4, 8, 20}
-    assert {step.state_slots.shape[0] for step in steps} == {1, 2, 3}
+    assert {len(step.positions) for step in steps} >= {1, 16, 20}
+    assert {step.state_slots.shape[0] for step in steps} == {1, 3}
     assert all(bool((step.positions < 0).all() & (step.state_slots < 0).all()) for step in steps)
     assert {plan.chooses for plan in plans} == ({True, False} if ratio == 4 else {False})
     tables = {step.block_table.shape[1] for step in steps}
-    assert tables >= ({1, 2, 4, 8} if ratio else {1})
+    assert (len(tables) > 1) == (ratio > 0)
+
+
+def shapes_of(sweeps: Iterable[Sweep]) -> set[Any]:
+    return {sweep.step(size) for sweep in sweeps for size in sweep.sizes} - {None}
 
 
 def test_kinds_of_v4() -> None:
@@ -149,14 +155,37 @@ def test_kinds_of_v4() -> None:
     than there are blocks."""
     config = tiny_config()
     for ratio in RATIOS:
-        shapes = list(compressed_step_shapes(config, v4_cache(ratio, "cpu"), 9, 20))
-        assert shapes[0].new == 20 and shapes[-1].new == shapes[-1].requests == 1
+        shapes = shapes_of(compressed_sweeps(config, v4_cache(ratio, "cpu"), 9, 20))
+        assert max(shape.new for shape in shapes) == 20
         assert max(shape.requests for shape in shapes) == (3 if ratio else 9)
         lengths = {shape.length for shape in shapes if (shape.requests, shape.new) == (1, 1)}
         choosing = {1 + 4 * (TOPK + 1)} if ratio == 4 else set()
         assert lengths == {1, 1 + 32, 1024, *choosing}
         rings = {shape.ring for shape in shapes if shape[:3] == (1, 1, 33)}
         assert rings == {2, 5}
+
+
+class Asking:
+    """Stands for steps of a size: each asks for the kernel of its range, begun by a threshold."""
+
+    def __init__(self, *thresholds: int) -> None:
+        self.thresholds, self.sizes = thresholds, list[int]()
+
+    def run(self, size: int) -> None:
+        self.sizes.append(size)
+        observer = active()
+        assert observer is not None and observer.kernels is not None
+        observer.kernels.add(sum(size >= each for each in self.thresholds))
+
+
+@pytest.mark.parametrize("thresholds", [(), (17,), (2, 3, 100), (1000,), (65, 90, 700)])
+def test_a_sweep_finds_every_kernel_in_few_steps(thresholds: tuple[int, ...]) -> None:
+    asking = Asking(*thresholds)
+    run_sweeps([Sweep(int, sizes_up_to(1000))], asking.run, torch.device("cpu"), None)
+    found = {sum(size >= each for each in thresholds) for size in asking.sizes}
+    assert found == set(range(len(thresholds) + 1))
+    assert asking.sizes[0] == 1000 and len(asking.sizes) == len({*asking.sizes})
+    assert len(asking.sizes) <= 6 + 6 * len(thresholds)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +205,9 @@ def test_what_plans_would_refuse(asked: dict[str, Any], message: str, device: st
 def test_a_kind_is_a_batch_of_equals() -> None:
     cache, config = cache_of(CONFIGS[0], "cpu"), CONFIGS[0]
     space = warmup(config, cache, max_requests=2, max_tokens=8, dtype=torch.float32)
-    shapes = list(step_shapes(config, cache, space, 2, 8))
-    assert StepShape(1, 1, 1, "absorbed") in shapes and StepShape(2, 1, 160, "absorbed") in shapes
-    assert StepShape(1, 8, 8, "expanded") in shapes and StepShape(1, 8, 160, "expanded") in shapes
+    shapes = shapes_of(step_sweeps(config, cache, space, 2, 8))
+    assert {StepShape(1, 1, 1, "absorbed"), StepShape(2, 1, 160, "absorbed")} <= shapes
+    assert {StepShape(1, 8, 8, "expanded"), StepShape(1, 8, 160, "expanded")} <= shapes
 
 
 @pytest.mark.gpu
@@ -319,7 +348,6 @@ def test_an_engines_config_is_warmed(own_indexer: bool, device: str) -> None:
     cache = LayerCache(latent=cache_of(config, device).latent)
     before = marked(cache)
     workspace = warmup(config, cache, max_requests=2, max_tokens=9, dtype=torch.float32)
-    for shape in step_shapes(config, cache, workspace, 2, 9):
-        run_step(shape, config, cache, workspace, torch.float32, "auto")
+    run_steps(config, cache, workspace, 2, 9, dtype=torch.float32, backend="auto")
     after = [part.data.view(torch.uint8) for part in cache.parts]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

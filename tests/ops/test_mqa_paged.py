@@ -15,12 +15,7 @@ import torch
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import mqa_paged
 from openmla.ops.mqa_paged import cost
-from openmla.testing import (
-    Inputs,
-    PagedCase,
-    assert_within_budget,
-    poisoned_memory,
-)
+from openmla.testing import Inputs, PagedCase, assert_within_budget, poisoned_memory
 from tests.ops.contract import (
     GLUON,
     TRITON,
@@ -484,12 +479,51 @@ def test_a_corrupt_part_reaches_the_merged_row(
     part[slots[1], 1], part_lse[slots[1], 1] = value, run_lse
     spans = torch.tensor([0, 2, 0], dtype=torch.int32, device=device)
     out, lse = torch.zeros(H, C, device=device), torch.zeros(H, device=device)
-    kernel, constants, num_warps = kernels.merge_build(3, 1, H, C, fixed=fixed)
-    grid = kernels.merge_grid(1, H, C, constants["HEADS"], constants["BLOCK_C"])
-    constants |= {"SINK": False, "OVERLAPPED": False}
-    kernel[grid](part, part_lse, spans, lse, out, lse, H, **constants, num_warps=num_warps)
+    spec = kernels.FIXED if fixed else kernels.PARTS
+    constants, num_warps, *_ = spec.fix(1, H, C, fixed=fixed, sink=False, overlapped=False)
+    sizes: tuple[int, ...] = ()
+    if fixed:
+        grid = kernels.fixed_grid(1, H, C, constants["HEADS"], constants["BLOCK_C"])
+    else:
+        grid, sizes = kernels.parts_grid(1, H, C, 3, 3, constants)
+    arguments = part, part_lse, spans, lse, out, lse, H, *sizes
+    spec.kernel[grid](*arguments, **constants, num_warps=num_warps)
     torch.testing.assert_close(out[0], due)
     assert out[1].isnan().all() and (lse[1].isnan() or run_lse == -1e4)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("expected", [2, 40])
+def test_tokens_of_few_and_of_many_runs_are_merged_side_by_side(expected: int, device: str) -> None:
+    """However many runs are expected: of 1 (nothing to do), 2, 16, 17, 70 and, past all requests,
+    none."""
+    build = pytest.importorskip("openmla.backends.triton._build")
+    if device == "cpu" and not build.interpreted():
+        pytest.skip("triton     runs on cuda, this is cpu")
+    from openmla.backends.triton import _merge_parts as kernels
+
+    H, C, counts = 3, 8, [2, 17, 1, 70, 16, 0]
+    firsts = torch.tensor([0, *counts[:-1]]).cumsum(0)
+    spans = torch.stack([firsts, firsts + torch.tensor(counts) - 1, torch.zeros(6)], 1).int()
+    part = torch.randn(2 * sum(counts), H, C, device=device)
+    part_lse = torch.randn(len(part), H, device=device)
+    out, lse = torch.full((6, H, C), 7.0, device=device), torch.full((6, H), 7.0, device=device)
+    constants, num_warps, *_ = kernels.PARTS.fix(6, H, C, fixed=False, sink=False, overlapped=False)
+    grid, sizes = kernels.parts_grid(6, H, C, expected, 70, constants)
+    kernels.PARTS.kernel[grid](
+        part, part_lse, spans.to(device), lse, out, lse, H, *sizes, **constants,
+        num_warps=num_warps,
+    )  # fmt: skip
+    for t, (first, num) in enumerate(zip(firsts.tolist(), counts, strict=True)):
+        slots = [2 * first + 1, *range(2 * first + 2, 2 * (first + num), 2)][:num]
+        due, due_lse = torch.zeros(H, C, device=device), torch.full((H,), -torch.inf, device=device)
+        if num:
+            due_lse = part_lse[slots].logsumexp(0)
+            due = ((part_lse[slots] - due_lse).exp()[..., None] * part[slots]).sum(0)
+        if num == 1:
+            due, due_lse = torch.full_like(due, 7), torch.full_like(due_lse, 7)
+        torch.testing.assert_close(out[t], due)
+        torch.testing.assert_close(lse[t], due_lse)
 
 
 @pytest.mark.parametrize("run_length", [0, 16])

@@ -283,7 +283,7 @@ def test_a_corrupt_run_reaches_the_merged_row(value: float, run_lse: float, devi
     if device == "cpu" and not build.interpreted():
         pytest.skip("triton     runs on cuda, this is cpu")
     from openmla.backends.triton._latent import _merge_runs_kernel
-    from openmla.backends.triton._runs import merge_constants
+    from openmla.backends.triton._runs import fix
 
     X, H, C = 5, 2, 8
     part, part_lse = torch.randn(X, H, C, device=device), torch.randn(X, H, device=device)
@@ -291,7 +291,7 @@ def test_a_corrupt_run_reaches_the_merged_row(value: float, run_lse: float, devi
     due = part_lse[:4, 0].softmax(0) @ part[:4, 0]
     part[1, 1], part_lse[1, 1] = value, run_lse
     out, lse = torch.zeros(H, C, device=device), torch.zeros(H, device=device)
-    constants = merge_constants(1, X, H, C, sink=False, fixed=False)
+    constants = fix(1, X, H, C, sink=False, fixed=False).constants
     grid = (H, build.cdiv(C, constants["BLOCK_C"]))
     _merge_runs_kernel[grid](part, part_lse, lse, out, lse, X, **constants)
     torch.testing.assert_close(out[0], due)

@@ -163,7 +163,7 @@ def _kernel(
     efficiency: float,
     run: Callable[..., Any],
 ) -> Kernel:
-    return Kernel(name, why_not, slower, efficiency, run, lambda: iter(()))
+    return Kernel(name, why_not, slower, efficiency, run)
 
 
 PACKED = _kernel("sparse decode", why_not_packed, slower_packed, 0.59, _decode)

@@ -1,9 +1,8 @@
-"""Launching kernels over listed rows: how rows are split into runs, or cut into parts; builds."""
+"""Launching kernels over listed rows: how rows are split into runs, or cut into parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,27 +11,46 @@ from torch import Tensor
 
 from openmla.backends.triton import _launch as portable
 from openmla.backends.triton import _merge_parts as merge
-from openmla.backends.triton._build import GFX942, TARGETS, Build, cdiv
+from openmla.backends.triton._build import GFX942, TARGETS, cdiv
 from openmla.backends.triton._launch import out_dtype
 from openmla.backends.triton._parts import cut_evenly
-from openmla.backends.triton._prepare import Launch, Piece, prepare
+from openmla.backends.triton._prepare import Piece
 from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.hardware import multiprocessors
 
 NVIDIA = tuple(target for target in TARGETS if target != GFX942)
 NUM_WARPS = 4  # of the default warp group, where there are several
-FP_FUSION = True
 
 
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """A kernel, what one program of it owns and what it is compiled with."""
+class Tile(KernelSpec):
+    """A kernel over listed rows: block_h heads of a program, block_n rows of a step, and constants
+    that are the same in all calls. Kernels call the same things the same."""
 
-    kernel: Any
-    block_h: int
-    block_n: int  # rows of a step
-    constants: Mapping[str, Any]
-    targets: tuple[int, ...]
+    def __init__(
+        self, kernel: Any, block_h: int, block_n: int, constants: Mapping[str, Any],
+        cases: Callable[[int], Iterable[Case]], targets: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.block_h, self.block_n, self.constants = block_h, block_n, constants
+        types = {
+            "*fp32": "q_scale floats sink lse part part_lse",
+            "*i32": "words words_1 words_2 row_ids row_lens query_start_loc table table_1 table_2 "
+            "spans",
+            "*i64": "positions",
+            "fp32": "qk_scale",
+        }
+        super().__init__(
+            kernel, self.fixed, types=types, cases=cases, targets=targets, fp_fusion=True
+        )
+
+    def fixed(self, H: int, constants: tuple[tuple[str, Any], ...]) -> Fixed:
+        return Fixed({**dict(constants), "H": H, **self.constants}, NUM_WARPS)
+
+
+def tile_case(name: str, H: int, **constants: Any) -> Case:
+    queries = "*fp8e4nv" if constants.get("Q_SCALES") else "*bf16"
+    types = {"q": queries, "out": "*fp32" if constants.get("SPLIT") else "*bf16"}
+    return case(name, H, tuple(constants.items()), types=types)
 
 
 class Call(NamedTuple):
@@ -41,14 +59,6 @@ class Call(NamedTuple):
     tensors: Sequence[Tensor | Piece]
     sizes: Sequence[float]
     constants: tuple[tuple[str, Any], ...]
-
-
-@lru_cache(maxsize=4096)
-def launch_of(tile: Tile, H: int, constants: tuple[tuple[str, Any], ...]) -> Launch:
-    return prepare(
-        tile.kernel, {**dict(constants), "H": H, **tile.constants}, num_warps=NUM_WARPS,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
 
 
 def split_rows(tile: Tile, q: Tensor, sink: Tensor | None, *, width: int, run_length: int) -> Runs:
@@ -70,7 +80,7 @@ def launch(
     if T == 0:
         return targets.out, targets.lse
     own = (("SPLIT", runs.split), ("SINK", sink is not None and not runs.split))
-    prepared = launch_of(tile, H, (*call.constants, *own))
+    prepared = tile.launch(H, (*call.constants, *own))
     for first_token in range(0, T, portable.TOKENS):
         prepared(
             (cdiv(H, tile.block_h), min(T - first_token, portable.TOKENS), runs.X),
@@ -139,7 +149,7 @@ def launch_parts(
     if T == 0:
         return outputs.out, outputs.lse
     own = (("SINK", sink is not None), ("FIXED", runs is not None))
-    prepared = launch_of(tile, H, (*call.constants, *own))
+    prepared = tile.launch(H, (*call.constants, *own))
     for number, first_token in enumerate(range(0, T, portable.TOKENS)):
         num = min(T - first_token, portable.TOKENS)
         prepared(
@@ -160,26 +170,3 @@ def launch_parts(
     elif parts.cut:
         merge.merge_parts(parts.merge, outputs, sink)
     return outputs.out, outputs.lse
-
-
-def tile_builds(
-    tile: Tile, name: str, constants: Mapping[str, Any], targets: Sequence[int] = ()
-) -> Iterator[Build]:
-    """Of a kernel for all its targets, or some; kernels call the same things the same."""
-    constants = {**constants, **tile.constants}
-    types = {
-        **dict.fromkeys(("q_scale", "floats", "sink", "lse", "part", "part_lse"), "*fp32"),
-        **dict.fromkeys(("words", "words_1", "words_2", "row_ids", "row_lens"), "*i32"),
-        **dict.fromkeys(("query_start_loc", "table", "table_1", "table_2"), "*i32"),
-        "q": "*fp8e4nv" if constants.get("Q_SCALES") else "*bf16",
-        "out": "*fp32" if constants.get("SPLIT") else "*bf16",
-        "spans": "*i32",
-        "positions": "*i64",
-        "qk_scale": "fp32",
-    }
-    signature = {
-        argument: "constexpr" if argument in constants else types.get(argument, "i32")
-        for argument in tile.kernel.arg_names
-    }
-    for target in targets or tile.targets:
-        yield Build(name, tile.kernel, signature, constants, NUM_WARPS, 1, target, FP_FUSION)

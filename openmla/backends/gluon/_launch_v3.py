@@ -19,28 +19,57 @@ from openmla.backends.gluon._launch import (
     launch,
     launch_parts,
     split_rows,
-    tile_builds,
+    tile_case,
 )
 from openmla.backends.gluon._shapes import fills, needs_nvidia, needs_sm90, slower_with_16_heads
 from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
-from openmla.backends.triton._build import Build, cdiv
+from openmla.backends.triton._build import cdiv
 from openmla.backends.triton._decoded import decoded
 from openmla.backends.triton._launch import LOG2E, inner_contiguous, scales_of
 from openmla.backends.triton._prepare import Piece
+from openmla.backends.triton._spec import Case
 from openmla.backends.triton._tiles import E4M3, EIGHT_BITS_ON, why_not_eight_bits
 
-FEW = {"fp8_ds_mla": Tile(few_heads_v3._few_heads_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)}
+
+def few_cases(capability: int) -> Iterator[Case]:
+    for kind, BS in (("slots", 0), ("positions", 64)):
+        for scales in (0, 2) if capability in EIGHT_BITS_ON else (0,):
+            name = f"few-heads-{kind}-fp8_ds_mla{'-e4m3' if scales else ''}-H16"
+            yield tile_case(name, 16, Q_SCALES=scales, ROW=164, BS=BS, SPLIT=True, SINK=False)
+
+
+def many_cases(format: str, *rows: tuple[int, int, int, bool]) -> Iterator[Case]:
+    """Of D columns and so many words, with so many scales of e4m3 queries; of positions too."""
+    for D, words, scales, both in rows:
+        queries = f"-e4m3-{scales}" if scales else ""
+        for kind, BS, fixed in (("slots", 0, False), ("positions", 64, True))[: 1 + both]:
+            constants = dict(constants_of(64, words, BS, D, scales))
+            name = f"many-heads-{kind}-{format}-{D}{queries}-H128"
+            yield tile_case(name, 128, **constants, SINK=not fixed, FIXED=fixed)
+
+
+FEW = {
+    "fp8_ds_mla": Tile(few_heads_v3._few_heads_kernel, 16, 64, {"BLOCK_N": 64}, few_cases, NVIDIA)
+}
 # Registers a thread of the odd and of the loading warp group has; the even group has what is left
 # of 512. With others they spill; copying takes fewer to load than decoding.
 MANY = {
     "bf16": Tile(
         many_heads_v3._many_heads_v3_kernel, 64, 128,
-        {"PACKED": False, "ODD_REGISTERS": 232, "LOAD_REGISTERS": 40}, (90,),
+        {"PACKED": False, "ODD_REGISTERS": 232, "LOAD_REGISTERS": 40},
+        lambda _: many_cases(  # rows of e4m3 queries were decoded
+            "bf16", (576, 288, 0, True), (512, 256, 0, True), (576, 288, 2, False)
+        ),
+        (90,),
     ),
     "fp8_ds_mla": Tile(
         many_heads_v3._many_heads_v3_kernel, 64, 128,
-        {"PACKED": True, "ODD_REGISTERS": 200, "LOAD_REGISTERS": 104}, (90,),
+        {"PACKED": True, "ODD_REGISTERS": 200, "LOAD_REGISTERS": 104},
+        lambda _: many_cases(
+            "fp8_ds_mla", (576, 164, 0, True), (576, 164, 1, False), (576, 164, 2, True)
+        ),
+        (90,),
     ),
 }  # fmt: skip
 # 64 heads at a time are faster over packed rows once tiles of 16 fill a twelfth of the machine.
@@ -121,7 +150,9 @@ def run(
         [q, q_scale, words, *floats, row_ids, inner_contiguous(part.row_lens), query_start_loc,
          table],
         [N, scale * LOG2E, q_token, q_head, row_ids.stride(0), table.stride(0), K, table.shape[-1]],
-        constants_of(tile, part.cache.stride(1) * part.cache.itemsize // 4, BS, q.shape[2], scales),
+        constants_of(
+            tile.block_h, part.cache.stride(1) * part.cache.itemsize // 4, BS, q.shape[2], scales
+        ),
     )  # fmt: skip
     if few:
         runs = split_rows(tile, q, sink, width=K, run_length=run_length)
@@ -131,36 +162,12 @@ def run(
     return launch_parts(tile, q, sink, B, call, width=K, run_length=run_length)
 
 
-def constants_of(tile: Tile, row: int, BS: int, D: int, scales: int) -> tuple[tuple[str, Any], ...]:
+def constants_of(
+    block_h: int, row: int, BS: int, D: int, scales: int
+) -> tuple[tuple[str, Any], ...]:  # fmt: skip
     """`row` is the words from one row to the next, `scales` how many e4m3 queries have."""
-    rope = () if tile.block_h == 16 else (("ROPE", D > 512),)
+    rope = () if block_h == 16 else (("ROPE", D > 512),)
     return (("Q_SCALES", scales), ("ROW", row), ("BS", BS), *rope)
-
-
-def few_heads_builds() -> Iterator[Build]:
-    for format, tile in FEW.items():
-        for kind, BS in (("slots", 0), ("positions", 64)):
-            constants = {"Q_SCALES": 0, "ROW": 164, "BS": BS, "H": 16, "SPLIT": True, "SINK": False}
-            yield from tile_builds(tile, f"few-heads-{kind}-{format}-H16", constants)
-            constants["Q_SCALES"] = 2
-            name = f"few-heads-{kind}-{format}-e4m3-H16"
-            yield from tile_builds(tile, name, constants, EIGHT_BITS_ON)
-
-
-def many_heads_builds() -> Iterator[Build]:
-    both, slots = (("slots", 0, False), ("positions", 64, True)), (("slots", 0, False),)
-    for format, D, words, scales, kinds in (
-        ("bf16", 576, 288, 0, both), ("bf16", 512, 256, 0, both), ("fp8_ds_mla", 576, 164, 0, both),
-        ("bf16", 576, 288, 2, slots),  # rows that were decoded
-        ("fp8_ds_mla", 576, 164, 1, slots), ("fp8_ds_mla", 576, 164, 2, both),
-    ):  # fmt: skip
-        tile = MANY[format]
-        queries = f"-e4m3-{scales}" if scales else ""
-        for kind, BS, fixed in kinds:
-            constants = dict(constants_of(tile, words, BS, D, scales))
-            constants |= {"H": 128, "SINK": not fixed, "FIXED": fixed}
-            name = f"many-heads-{kind}-{format}-{D}{queries}-H128"
-            yield from tile_builds(tile, name, constants)
 
 
 FEW_HEADS = Kernel(
@@ -169,7 +176,7 @@ FEW_HEADS = Kernel(
     slower=slower_with_16_heads,
     efficiency=0.42,
     run=partial(run, tiles=FEW),
-    builds=few_heads_builds,
+    specs=tuple(FEW.values()),
 )
 MANY_HEADS = Kernel(
     name="many heads",
@@ -177,5 +184,5 @@ MANY_HEADS = Kernel(
     slower=slower_many,
     efficiency=0.75,  # H200, bench/routes.py
     run=partial(run, tiles=MANY),
-    builds=many_heads_builds,
+    specs=tuple(MANY.values()),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,25 +19,43 @@ from openmla.backends.gluon._launch import (
     launch,
     launch_parts,
     split_rows,
-    tile_builds,
+    tile_case,
 )
 from openmla.backends.gluon._shapes import fills, needs_nvidia, needs_sm90, slower_with_16_heads
 from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
-from openmla.backends.triton._build import Build, cdiv
+from openmla.backends.triton._build import cdiv
 from openmla.backends.triton._launch import LOG2E, inner_contiguous
 from openmla.backends.triton._prepare import Piece
+from openmla.backends.triton._spec import Case
 
 KINDS = (
     ("window",), ("window", "positions"), ("window", "prefix"), ("slots",), ("slots", "slots"),
 )  # fmt: skip
 LISTED = {"prefix": 0, "window": 0, "positions": 1, "slots": 2}  # by the last segment
-FEW = Tile(few_heads_v4._few_heads_v4_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)
+
+
+def few_cases(_: int) -> Iterator[Case]:
+    for kind, BS in (("positions", 64), ("prefix", 2), ("slots", 64)):
+        name = f"few-heads-window-{kind}-fp8_dsv4-H16"
+        yield tile_case(name, 16, LISTED=LISTED[kind], BS_1=64, BS_2=BS, SPLIT=True, SINK=False)
+
+
+def many_cases(_: int) -> Iterator[Case]:
+    for (kind, BS), (H, fixed) in product(
+        (("positions", 64), ("prefix", 2), ("slots", 64)), ((64, False), (128, True))
+    ):
+        constants = {"LISTED": LISTED[kind], "BS_1": 64, "BS_2": BS}
+        name = f"many-heads-window-{kind}-fp8_dsv4-H{H}"
+        yield tile_case(name, H, **constants, SINK=not fixed, FIXED=fixed)
+
+
+FEW = Tile(few_heads_v4._few_heads_v4_kernel, 16, 64, {"BLOCK_N": 64}, few_cases, NVIDIA)
 # Registers a thread of the odd and of the loading warp group has; the even group has what is left
 # of 512. With others it spills.
 MANY = Tile(
     many_heads_v4._many_heads_v4_kernel, 64, 128, {"ODD_REGISTERS": 192, "LOAD_REGISTERS": 104},
-    (90,),
+    many_cases, (90,),
 )  # fmt: skip
 # 64 heads at a time are faster once tiles of 16, of which two fit a multiprocessor, fill a fifth of
 # the machine. H200, 128 + 512 rows, 64 heads: 13.7 and 14.1 us for 4 and 8 tokens, 16 at a time
@@ -129,28 +148,13 @@ def run(
     return launch_parts(tile, q, sink, B, call, width=width, run_length=run_length)
 
 
-def few_heads_builds() -> Iterator[Build]:
-    for kind, BS in (("positions", 64), ("prefix", 2), ("slots", 64)):
-        constants = {"LISTED": LISTED[kind], "BS_1": 64, "BS_2": BS, "H": 16}
-        constants |= {"SPLIT": True, "SINK": False}
-        yield from tile_builds(FEW, f"few-heads-window-{kind}-fp8_dsv4-H16", constants)
-
-
-def many_heads_builds() -> Iterator[Build]:
-    for kind, BS in (("positions", 64), ("prefix", 2), ("slots", 64)):
-        for H, fixed in ((64, False), (128, True)):
-            constants = {"LISTED": LISTED[kind], "BS_1": 64, "BS_2": BS, "H": H}
-            constants |= {"SINK": not fixed, "FIXED": fixed}
-            yield from tile_builds(MANY, f"many-heads-window-{kind}-fp8_dsv4-H{H}", constants)
-
-
 FEW_HEADS = Kernel(
     name="few heads V4",
     why_not=why_not_few,
     slower=slower_with_16_heads,
     efficiency=0.42,
     run=partial(run, tile=FEW),
-    builds=few_heads_builds,
+    specs=(FEW,),
 )
 MANY_HEADS = Kernel(
     name="many heads V4",
@@ -158,5 +162,5 @@ MANY_HEADS = Kernel(
     slower=slower_many,
     efficiency=0.75,
     run=partial(run, tile=MANY),
-    builds=many_heads_builds,
+    specs=(MANY,),
 )

@@ -15,15 +15,15 @@ A producer and two consumers follow the schedule that _many_heads.py draws, with
     -----------------------------  ------------------------------  --------------------
     filled.even_left, .even_right  bulk copies, or the producer    even consumer
     filled.odd_left, .odd_right    bulk copies, or the producer    odd consumer
-    filled.last_step               bulk copies of a run's end      producer
+    copied, the same four halves   bulk copies of a run's end      producer
     READ, MAX, PROBS (named)       as drawn                        as drawn
     queries_ready, once a run      even consumer                   odd consumer
     sums_ready, once a run         both consumers                  both consumers
     ODD_STORED (named), as often   odd consumer                    even consumer
 
 The producer issues bulk copies, or decodes (_rows_fp8.py). What pages hold behind the last key is
-overwritten with zeros, in the last step of a run only: 0 * NaN is NaN. Where that step is
-not full, the producer waits for its copies itself and then arrives at the four halves' mbarriers.
+overwritten with zeros, in the last step of a run only: 0 * NaN is NaN. Where a run ends within a
+box, the producer waits for that step's copies itself and then arrives at the halves' mbarriers.
 """
 
 from typing import Any, NamedTuple
@@ -52,13 +52,12 @@ DO_NOT_SPECIALIZE = ("B", "T", "unit", "table_stride", "num_keys", "slot_rows")
 
 
 class Filled(NamedTuple):
-    """mbarriers of tile halves in flight, and of a last step, whose rows are looked at first."""
+    """mbarriers of tile halves."""
 
     even_left: Any
     even_right: Any
     odd_left: Any
     odd_right: Any
-    last_step: Any
 
 
 class Outputs(NamedTuple):
@@ -143,8 +142,8 @@ def even_partition(
         mbarrier.arrive(queries_ready, count=1)
         for i in tl.range(0, num_steps(run), disable_licm=True):
             scores, more = many.even_scores(
-                queries, even, zeros, filled.even_left, filled.even_right, step & 1, True, True,
-                not FP8,
+                queries, even, zeros, filled.even_left, filled.even_right, step & 1,
+                True, True, not FP8,
             )  # fmt: skip
             row_scale = scale_of_rows(qk_scale, scales, FP8)
             logits = many.wait_scores(scores, more, not FP8) * row_scale
@@ -181,8 +180,8 @@ def odd_partition(
         mbarrier.wait(queries_ready, r & 1)
         for i in tl.range(0, num_steps(run), disable_licm=True):
             scores, more = many.odd_scores(
-                queries, odd, zeros, filled.odd_left, filled.odd_right, step & 1, True, True,
-                not FP8,
+                queries, odd, zeros, filled.odd_left, filled.odd_right, step & 1,
+                True, True, not FP8,
             )  # fmt: skip
             row_scale = scale_of_rows(qk_scale, scales, FP8)
             logits = many.wait_scores(scores, more, not FP8) * row_scale
@@ -313,10 +312,39 @@ def zero_rows(half, num):
 
 
 @gluon.jit
+def load_step(even, odd, rows, even_keys, odd_keys, filled, step, BOX: gl.constexpr):
+    """Refill each half as soon as it was read."""
+    LEFT: gl.constexpr = KEY_BYTES * many.HALF
+    RIGHT: gl.constexpr = KEY_BYTES * (many.HALF + many.ROPE_COLUMNS)
+    named.wait(named.EVEN_LEFT_READ, step)
+    mbarrier.expect(filled.even_left, LEFT)
+    load_left(even, rows, even_keys, filled.even_left, BOX)
+    named.wait(named.ODD_RIGHT_READ, step)
+    mbarrier.expect(filled.odd_right, RIGHT)
+    load_right(odd, rows, odd_keys, filled.odd_right, BOX)
+    named.wait(named.EVEN_RIGHT_READ, step)
+    mbarrier.expect(filled.even_right, RIGHT)
+    load_right(even, rows, even_keys, filled.even_right, BOX)
+    named.wait(named.ODD_LEFT_READ, step)
+    mbarrier.expect(filled.odd_left, LEFT)
+    load_left(odd, rows, odd_keys, filled.odd_left, BOX)
+
+
+@gluon.jit
+def end_half(half, copied, filled, num, ends):
+    """Hand half a tile over once it is copied, with zeros from row num on."""
+    mbarrier.wait(copied, ends & 1)
+    if (num > 0) & (num < many.BLOCK_N):
+        zero_rows(half, num)
+    fence_async_shared()
+    mbarrier.arrive(filled, count=1)
+
+
+@gluon.jit
 def load_partition(
-    even, odd, filled, rows, page, table, table_stride, num_keys, work, part, H: gl.constexpr,
-    TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, BS: gl.constexpr,
-    BOX: gl.constexpr, ROW_WORDS: gl.constexpr,
+    even, odd, filled, copied, rows, page, table, table_stride, num_keys, work, part,
+    H: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr,
+    BS: gl.constexpr, BOX: gl.constexpr, ROW_WORDS: gl.constexpr,
 ):  # fmt: skip
     if ROW_WORDS > 0:
         fp8.decode_partition(
@@ -325,25 +353,23 @@ def load_partition(
         )  # fmt: skip
     else:
         copy_partition(
-            even, odd, filled, rows, table, table_stride, num_keys, work, part, H, TOKENS, CAUSAL,
-            FIXED, BS, BOX,
+            even, odd, filled, copied, rows, table, table_stride, num_keys, work, part, H, TOKENS,
+            CAUSAL, FIXED, BS, BOX,
         )  # fmt: skip
 
 
 @gluon.jit
 def copy_partition(
-    even, odd, filled, rows, table, table_stride, num_keys, work, part, H: gl.constexpr,
+    even, odd, filled, copied, rows, table, table_stride, num_keys, work, part, H: gl.constexpr,
     TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, BS: gl.constexpr,
     BOX: gl.constexpr,
 ):  # fmt: skip
     """The producer. Half a tile is refilled as soon as it was read; pages are looked up a step
     ahead."""
     gdc_launch_dependents()  # the merge waits for all of this grid, but its launch need not
-    LEFT: gl.constexpr = KEY_BYTES * many.HALF
-    RIGHT: gl.constexpr = KEY_BYTES * (many.HALF + many.ROPE_COLUMNS)
     request, item, unit = part.request, part.item, part.unit
     step = 0
-    last_steps = 0
+    ends = 0
     for r in tl.range(0, part.num_runs, disable_licm=True):
         run = parts.find_run(work, part, r, request, item, unit, H, TOKENS, CAUSAL, FIXED)
         pages = table + run.request.to(gl.int64) * table_stride
@@ -355,40 +381,17 @@ def copy_partition(
             odd_keys = find_keys(odd_blocks, key + many.BLOCK_N, num_keys, BS, BOX)
             even_blocks = find_pages(pages, key + many.STEP, run, BS, BOX)
             odd_blocks = find_pages(pages, key + many.STEP + many.BLOCK_N, run, BS, BOX)
-            if key + many.STEP <= run.hi:
-                named.wait(named.EVEN_LEFT_READ, step)
-                mbarrier.expect(filled.even_left, LEFT)
-                load_left(even, rows, even_keys, filled.even_left, BOX)
-                named.wait(named.ODD_RIGHT_READ, step)
-                mbarrier.expect(filled.odd_right, RIGHT)
-                load_right(odd, rows, odd_keys, filled.odd_right, BOX)
-                named.wait(named.EVEN_RIGHT_READ, step)
-                mbarrier.expect(filled.even_right, RIGHT)
-                load_right(even, rows, even_keys, filled.even_right, BOX)
-                named.wait(named.ODD_LEFT_READ, step)
-                mbarrier.expect(filled.odd_left, LEFT)
-                load_left(odd, rows, odd_keys, filled.odd_left, BOX)
+            # boxes past the run are zeros; in one that the run ends in there is something else
+            tail = run.hi - key
+            if (tail >= many.STEP) | (tail % BOX == 0):
+                load_step(even, odd, rows, even_keys, odd_keys, filled, step, BOX)
             else:
-                named.wait(named.EVEN_LEFT_READ, step)
-                named.wait(named.ODD_RIGHT_READ, step)
-                named.wait(named.EVEN_RIGHT_READ, step)
-                named.wait(named.ODD_LEFT_READ, step)
-                mbarrier.expect(filled.last_step, 2 * (LEFT + RIGHT))
-                load_left(even, rows, even_keys, filled.last_step, BOX)
-                load_right(even, rows, even_keys, filled.last_step, BOX)
-                load_right(odd, rows, odd_keys, filled.last_step, BOX)
-                load_left(odd, rows, odd_keys, filled.last_step, BOX)
-                mbarrier.wait(filled.last_step, last_steps & 1)
-                last_steps += 1
-                zero_rows(even.left, run.hi - key)
-                zero_rows(even.right, run.hi - key)
-                zero_rows(odd.left, run.hi - key - many.BLOCK_N)
-                zero_rows(odd.right, run.hi - key - many.BLOCK_N)
-                fence_async_shared()
-                mbarrier.arrive(filled.even_left, count=1)
-                mbarrier.arrive(filled.odd_right, count=1)
-                mbarrier.arrive(filled.even_right, count=1)
-                mbarrier.arrive(filled.odd_left, count=1)
+                load_step(even, odd, rows, even_keys, odd_keys, copied, step, BOX)
+                end_half(even.left, copied.even_left, filled.even_left, tail, ends)
+                end_half(odd.right, copied.odd_right, filled.odd_right, tail - many.BLOCK_N, ends)
+                end_half(even.right, copied.even_right, filled.even_right, tail, ends)
+                end_half(odd.left, copied.odd_left, filled.odd_left, tail - many.BLOCK_N, ends)
+                ends += 1
             step += 1
         request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
     many.wait_read(step)
@@ -418,16 +421,17 @@ def _paged_kernel(
     scales = even_max
     if FP8:  # of scores, and of values
         scales = gl.allocate_shared_memory(gl.float32, [2, many.BLOCK_H], primitives.LINE)
-    barriers = ()
-    for _ in gl.static_range(7):
-        barriers += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
-    queries_ready, sums_ready = barriers[0], barriers[1]
+    queries_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    sums_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(queries_ready, count=1)
     mbarrier.init(sums_ready, count=2)
-    for i in gl.static_range(5):
-        mbarrier.init(barriers[2 + i], count=1)
+    halves = ()
+    for i in gl.static_range(8):
+        halves += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+        mbarrier.init(halves[i], count=1)
     fence_async_shared()
-    filled = Filled(barriers[2], barriers[3], barriers[4], barriers[5], barriers[6])
+    filled = Filled(halves[0], halves[1], halves[2], halves[3])
+    copied = Filled(halves[4], halves[5], halves[6], halves[7])
     queries = many.Tile(queries[0], queries[1], q_rope)
     even = many.Tile(even[0], even[1], even_rope)
     odd = many.Tile(odd[0], odd[1], odd_rope)
@@ -452,8 +456,8 @@ def _paged_kernel(
                 own, outputs, qk_scale, first_row, H, TOKENS, CAUSAL, FOLDED, FIXED, FP8,
             )),
             (load_partition, (
-                even, odd, filled, rows, page, table, table_stride, num_keys, work, own, H, TOKENS,
-                CAUSAL, FIXED, BS, BOX, ROW_WORDS,
+                even, odd, filled, copied, rows, page, table, table_stride, num_keys, work, own, H,
+                TOKENS, CAUSAL, FIXED, BS, BOX, ROW_WORDS,
             )),
         ],
         [4, 4],

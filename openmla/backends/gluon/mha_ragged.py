@@ -14,11 +14,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from openmla.backends import Problem
 from openmla.backends.expanded import aligned, joined
 from openmla.backends.gluon import _expanded
-from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
+from openmla.backends.gluon._launch import NUM_WARPS
 from openmla.backends.gluon._shapes import needs_nvidia
-from openmla.backends.triton._build import Build, signature_of
 from openmla.backends.triton._mha_launch import HEADS
-from openmla.backends.triton._prepare import Address, Launch, prepare
+from openmla.backends.triton._prepare import Address
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the first sets the counter of tiles
@@ -109,7 +109,7 @@ def run(
     B = query_start_loc.shape[0] - 1
     programs = min(multiprocessors(q.device), (T // BLOCK_M + B + 1) * H)
     counter = torch.full((1,), programs, dtype=torch.int32, device=q.device)
-    launch = launch_of(columns, H, columns.first if k_pe is None else P, causal, size)
+    launch = SPEC.launch(columns, H, columns.first if k_pe is None else P, causal, size)
     launch(
         (programs,),
         boxes(q, ROWS, width),
@@ -137,13 +137,6 @@ def run(
         q_scale.stride(1),
     )
     return out, lse
-
-
-@lru_cache(maxsize=64)
-def launch_of(columns: Columns, H: int, own: int, causal: bool, size: int) -> Launch:
-    constants = constants_of(columns, H, own, causal=causal, size=size)
-    kernel = _expanded._expanded_kernel
-    return prepare(kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=FP_FUSION)
 
 
 def heads_of(tensor: Tensor) -> Tensor:
@@ -187,9 +180,9 @@ def layout_of(columns: int, size: int) -> Any:
     return gl.NVMMASharedLayout(columns * size, 8 * size, 2)
 
 
-def constants_of(columns: Columns, H: int, own: int, *, causal: bool, size: int) -> dict[str, Any]:
+def fix(columns: Columns, H: int, own: int, causal: bool, size: int) -> Fixed:
     """`own`: columns of keys that each head has for itself."""
-    return {
+    constants = {
         "H": H,
         "A": columns.first,
         "REST": columns.rest,
@@ -200,10 +193,10 @@ def constants_of(columns: Columns, H: int, own: int, *, causal: bool, size: int)
         "EIGHT_BITS": size == 1,
         **TUNED[size],
     }
+    return Fixed(constants, NUM_WARPS)
 
 
-def builds() -> Iterator[Build]:
-    kernel = _expanded._expanded_kernel
+def cases(capability: int) -> Iterator[Case]:
     bf16, fp16 = torch.bfloat16, torch.float16
     for (E, V), own, H, causal, kind, values in (
         ((192, 128), 128, 128, True, bf16, bf16), ((192, 128), 128, 16, False, fp16, fp16),
@@ -213,12 +206,8 @@ def builds() -> Iterator[Build]:
         ((256, 256), 256, 64, True, E4M3, bf16), ((128, 128), 128, 32, True, E4M3, bf16),
         ((160, 128), 128, 32, True, E4M3, bf16), ((96, 64), 64, 40, True, E4M3, bf16),
     ):  # fmt: skip
-        columns, size = COLUMNS[E, V], kind.itemsize
-        constants = constants_of(columns, H, own, causal=causal, size=size)
-        types = {"out": f"*{HEADS[values]}", "qk_scale": "fp32"}
-        types |= dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32")
-        types |= dict.fromkeys(("query_start_loc", "key_start_loc", "counter"), "*i32")
-        width = box_of(columns, size)
+        columns = COLUMNS[E, V]
+        width, types = box_of(columns, kind.itemsize), {"out": f"*{HEADS[values]}"}
         for name, rows, box, dtype in (
             ("q", ROWS, width, kind), ("q_rest", ROWS, columns.rest or width, kind),
             ("k", columns.block_n, width, kind),
@@ -228,5 +217,19 @@ def builds() -> Iterator[Build]:
             layout = layout_of(box, dtype.itemsize)
             types[name] = f"tensordesc<{HEADS[dtype]}[{rows}, {box}],{layout!r}>"
         name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{HEADS[kind]}"
-        signature = signature_of(kernel, constants, types)
-        yield Build(name, kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)
+        yield case(name, columns, H, own, causal, kind.itemsize, types=types)
+
+
+SPEC = KernelSpec(
+    _expanded._expanded_kernel,
+    fix,
+    types={
+        "*fp32": "lse q_scale k_scale v_scale",
+        "*i32": "query_start_loc key_start_loc counter",
+        "fp32": "qk_scale",
+    },
+    cases=cases,
+    targets=(90,),
+    fp_fusion=True,
+)
+SPECS = (SPEC,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,17 +12,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmla.backends import Problem
 from openmla.backends.gluon import _many_heads, _paged, _paged_e4m3, _paged_few
-from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
+from openmla.backends.gluon._launch import NUM_WARPS
 from openmla.backends.gluon._shapes import needs_nvidia, needs_sm90
 from openmla.backends.triton import _merge_parts as merge
-from openmla.backends.triton._build import Build, cdiv, next_power_of_2, signature_of
+from openmla.backends.triton._build import cdiv, next_power_of_2
 from openmla.backends.triton._launch import LOG2E, inner_contiguous, out_dtype, scales_of
-from openmla.backends.triton._prepare import Address, Launch, Piece, prepare
+from openmla.backends.triton._prepare import Address, Launch, Piece
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the second merges what was split
 STEP = 128  # keys of a program's step
-TILES = 2  # of an item: programs that read the same keys at the same time, mostly from L2
+TILES = 4  # of an item at most: programs that read the same keys at the same time, from L2 mostly
 BOXES = (8, 16, 32)  # rows of a bulk copy, where pages are no multiple of 64
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,19 +34,102 @@ class Tile(NamedTuple):
     scores and of the producer."""
 
     name: str
-    kernel: Any
+    spec: KernelSpec
     rows: int
     registers: tuple[int, ...]
     decoded: bool  # by the producer, which reads words; else bulk copies of boxes are
 
 
-MANY = Tile("many-rows", _paged._paged_kernel, 64, (224, 56), False)
-MANY_FP8 = Tile("many-rows", _paged._paged_kernel, 64, (192, 112), True)
-FEW_FP8 = Tile("few-rows", _paged_few._paged_few_kernel, 16, (168, 152), False)
+def fix(
+    tile: Tile, H: int, BS: int, row_stride: int, tokens: int, *, causal: bool, fixed: bool,
+    scales: int = 0,
+) -> Fixed:  # fmt: skip
+    constants = {
+        "BS": BS,
+        "BOX": min(BS, 64),
+        "H": H,
+        "TOKENS": tokens,
+        "CAUSAL": causal,
+        "FOLDED": causal and tokens > 1,
+        "FIXED": fixed,
+        "BLOCK_T": next_power_of_2(tokens),
+    }
+    names: tuple[str, ...]
+    if scales:
+        names = ("VALUE_REGISTERS", "SCORE_REGISTERS", "LOAD_REGISTERS")
+        constants |= {"ROWS": tile.rows, "Q_SCALES": scales}
+    else:
+        names = ("ODD_REGISTERS", "LOAD_REGISTERS")
+        if tile is not FEW_FP8:
+            constants["ROW_WORDS"] = row_stride if tile.decoded else 0
+    return Fixed({**constants, **dict(zip(names, tile.registers, strict=True))}, NUM_WARPS)
+
+
+def cases(*tiles: tuple[Tile, int, int, int, bool, str]) -> Iterator[Case]:
+    """Each with heads, rows of a page, tokens of an item, whether runs are fixed, and a dtype."""
+    for tile, H, BS, tokens, fixed, dtype in tiles:
+        stored = dtype if tile is MANY else "fp8"
+        types = {"q": f"*{dtype}", "out": f"*{dtype}", "rows": "*i32"}
+        if not tile.decoded:
+            columns, layout = box_of(torch.int32 if stored == "fp8" else torch.bfloat16)
+            kind = "i32" if stored == "fp8" else dtype
+            types["rows"] = f"tensordesc<{kind}[{min(BS, 64)}, {columns}],{layout!r}>"
+        name = f"{tile.name}-{stored}-H{H}x{tokens}-BS{BS}{'-fixed' * fixed}"
+        yield case(name, tile, H, BS, 144, tokens, causal=True, fixed=fixed, types=types)
+
+
+def e4m3_cases(_: int) -> Iterator[Case]:
+    for tile, H, BS, tokens, fixed, scales in (
+        (E4M3[0], 16, 64, 1, False, 2), (E4M3[0], 8, 16, 2, False, 1),
+        (E4M3[1], 32, 64, 1, True, 2), (E4M3[2], 128, 64, 1, False, 2),
+        (E4M3[2], 16, 32, 4, False, 1),
+    ):  # fmt: skip
+        types = {"q": "*i32", "q_scale": "*fp32", "out": "*bf16"}
+        for name in ("rows", "rope"):
+            width = _paged_e4m3.SPAN_WORDS if name == "rows" else _paged_e4m3.ROPE_WORDS
+            columns, layout = box_of(torch.int32, width.value)
+            types[name] = f"tensordesc<i32[{min(BS, 64)}, {columns}],{layout!r}>"
+        yield case(
+            f"{tile.name}-H{H}x{tokens}-BS{BS}{'-fixed' * fixed}", tile, H, BS, 144, tokens,
+            causal=True, fixed=fixed, scales=scales, types=types,
+        )  # fmt: skip
+
+
+spec = partial(
+    KernelSpec,
+    fix=fix,
+    types={
+        "*i32": "query_start_loc seq_lens table spans",
+        "*fp32": "lse part part_lse kv_scale",
+        "fp32": "qk_scale",
+    },
+    targets=(90,),
+    fp_fusion=True,
+)
+SPEC_MANY = spec(
+    _paged._paged_kernel,
+    cases=lambda _: cases(
+        (MANY, 128, 64, 1, False, "bf16"), (MANY, 16, 64, 1, False, "bf16"),
+        (MANY, 64, 64, 2, False, "bf16"), (MANY, 16, 16, 4, False, "fp16"),
+        (MANY, 128, 64, 1, True, "bf16"), (MANY_FP8, 128, 64, 1, False, "bf16"),
+        (MANY_FP8, 64, 16, 2, False, "fp16"), (MANY_FP8, 128, 64, 1, True, "bf16"),
+    ),
+)  # fmt: skip
+SPEC_FEW = spec(
+    _paged_few._paged_few_kernel,
+    cases=lambda _: cases((FEW_FP8, 16, 64, 1, False, "bf16"), (FEW_FP8, 8, 16, 4, False, "fp16")),
+)
+SPEC_E4M3 = spec(_paged_e4m3._paged_e4m3_kernel, cases=e4m3_cases)
+MANY: Tile = Tile("many-rows", SPEC_MANY, 64, (224, 56), False)
+MANY_FP8: Tile = Tile("many-rows", SPEC_MANY, 64, (192, 112), True)
+FEW_FP8: Tile = Tile("few-rows", SPEC_FEW, 16, (168, 152), False)
 E4M3 = tuple(
-    Tile("e4m3", _paged_e4m3._paged_e4m3_kernel, rows, registers, False)
+    Tile("e4m3", SPEC_E4M3, rows, registers, False)
     for rows, registers in ((16, (152, 120, 88)), (32, (168, 104, 72)), (64, (192, 80, 48)))
 )
+
+
+SPECS = (SPEC_MANY, SPEC_FEW, SPEC_E4M3)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -81,11 +165,12 @@ def tile_of(
     return FEW_FP8 if rows <= FEW_FP8.rows and BS > 8 else MANY_FP8
 
 
-def item_tokens(tile: Tile, H: int, max_query_len: int) -> int:
-    """Query tokens that share the keys of a tile, or of TILES of them; a power of two if they fit,
-    so that few numbers of tokens are kernels of their own."""
-    tiles = max(cdiv(H, tile.rows), min(cdiv(max_query_len * H, tile.rows), TILES))
-    return max(min(tiles * tile.rows // H, next_power_of_2(max_query_len)), 1)
+def item_tokens(tile: Tile, H: int, max_query_len: int, *, even: bool) -> int:
+    """Query tokens that share the keys of a tile, or of up to TILES of them: as many as leave the
+    fewest rows of tiles empty. `even`: requests have as many tokens as the longest."""
+    most = max(TILES if even else 2, cdiv(H, tile.rows))
+    fits = range(1, max(min(max_query_len, most * tile.rows // H), 1) + 1)
+    return min(fits, key=lambda n: (cdiv(max_query_len, n) * cdiv(n * H, tile.rows), -n))
 
 
 class Schedule(NamedTuple):
@@ -105,16 +190,13 @@ def schedule_of(
 ) -> Schedule:  # fmt: skip
     """For so many multiprocessors; `scales` of e4m3 queries: one, or one per token and head."""
     tile = tile_of(format, H, BS, max_query_len, run_length, e4m3=scales > 0)
-    tokens = item_tokens(tile, H, max_query_len)
+    tokens = item_tokens(tile, H, max_query_len, even=B * max_query_len == T)
     tiles = cdiv(tokens * H, tile.rows)
     programs = max(units // tiles, 1)
     unit = cdiv(run_length, STEP) * STEP or STEP
     fixed = run_length > 0
-    launch = prepare(
-        tile.kernel,
-        tile_constants(tile, H, BS, row_stride, tokens, causal=causal, fixed=fixed, scales=scales),
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=FP_FUSION,
+    launch = tile.spec.launch(
+        tile, H, BS, row_stride, tokens, causal=causal, fixed=fixed, scales=scales
     )
     merged = merge.prepare_merge(
         T, H, C, rows=tiles * tile.rows, items=B * cdiv(max_query_len, tokens), programs=programs,
@@ -230,69 +312,3 @@ def box_of(dtype: torch.dtype, width: int = 0) -> tuple[int, Any]:
     if dtype == torch.int32:
         return _paged_few.SPAN_WORDS.value, _paged_few.RAW.value
     return _paged.BOX_COLUMNS.value, _many_heads.TILE.value
-
-
-def tile_constants(
-    tile: Tile, H: int, BS: int, row_stride: int, tokens: int, *, causal: bool, fixed: bool,
-    scales: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    constants = {
-        "BS": BS,
-        "BOX": min(BS, 64),
-        "H": H,
-        "TOKENS": tokens,
-        "CAUSAL": causal,
-        "FOLDED": causal and tokens > 1,
-        "FIXED": fixed,
-        "BLOCK_T": next_power_of_2(tokens),
-    }
-    if scales:
-        names = ("VALUE_REGISTERS", "SCORE_REGISTERS", "LOAD_REGISTERS")
-        own = {"ROWS": tile.rows, "Q_SCALES": scales}
-        return constants | own | dict(zip(names, tile.registers, strict=True))
-    constants |= {"ODD_REGISTERS": tile.registers[0], "LOAD_REGISTERS": tile.registers[1]}
-    if tile is not FEW_FP8:
-        constants["ROW_WORDS"] = row_stride if tile.decoded else 0
-    return constants
-
-
-def builds() -> Iterator[Build]:
-    types = {
-        **dict.fromkeys(("query_start_loc", "seq_lens", "table", "spans"), "*i32"),
-        **dict.fromkeys(("lse", "part", "part_lse", "kv_scale"), "*fp32"),
-        "qk_scale": "fp32",
-    }
-    for tile, H, BS, tokens, fixed, dtype in (
-        (MANY, 128, 64, 1, False, "bf16"), (MANY, 16, 64, 1, False, "bf16"),
-        (MANY, 64, 64, 2, False, "bf16"), (MANY, 16, 16, 4, False, "fp16"),
-        (MANY, 128, 64, 1, True, "bf16"),
-        (FEW_FP8, 16, 64, 1, False, "bf16"), (FEW_FP8, 8, 16, 4, False, "fp16"),
-        (MANY_FP8, 128, 64, 1, False, "bf16"), (MANY_FP8, 64, 16, 2, False, "fp16"),
-        (MANY_FP8, 128, 64, 1, True, "bf16"),
-    ):  # fmt: skip
-        stored = "fp8" if tile is not MANY else dtype
-        constants = tile_constants(tile, H, BS, 144, tokens, causal=True, fixed=fixed)
-        own = {**types, "q": f"*{dtype}", "out": f"*{dtype}", "rows": "*i32"}
-        if not tile.decoded:
-            columns, layout = box_of(torch.int32 if stored == "fp8" else torch.bfloat16)
-            kind = "i32" if stored == "fp8" else dtype
-            own["rows"] = f"tensordesc<{kind}[{constants['BOX']}, {columns}],{layout!r}>"
-        name = f"{tile.name}-{stored}-H{H}x{tokens}-BS{BS}{'-fixed' if fixed else ''}"
-        signature = signature_of(tile.kernel, constants, own)
-        yield Build(name, tile.kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)
-    for tile, H, BS, tokens, fixed, scales in (
-        (E4M3[0], 16, 64, 1, False, 2), (E4M3[0], 8, 16, 2, False, 1),
-        (E4M3[1], 32, 64, 1, True, 2), (E4M3[2], 128, 64, 1, False, 2),
-        (E4M3[2], 16, 32, 4, False, 1),
-    ):  # fmt: skip
-        constants = tile_constants(
-            tile, H, BS, 144, tokens, causal=True, fixed=fixed, scales=scales
-        )
-        own = {**types, "q": "*i32", "q_scale": "*fp32", "out": "*bf16"}
-        for name in ("rows", "rope"):
-            width = _paged_e4m3.SPAN_WORDS if name == "rows" else _paged_e4m3.ROPE_WORDS
-            columns, layout = box_of(torch.int32, width.value)
-            own[name] = f"tensordesc<i32[{constants['BOX']}, {columns}],{layout!r}>"
-        name = f"{tile.name}-H{H}x{tokens}-BS{BS}{'-fixed' if fixed else ''}"
-        signature = signature_of(tile.kernel, constants, own)
-        yield Build(name, tile.kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)

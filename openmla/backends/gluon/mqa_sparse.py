@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from torch import Tensor
@@ -13,7 +13,6 @@ from openmla.backends.gluon import _launch_v4 as v4
 from openmla.backends.kernels import Kernel, choose, why_none
 from openmla.backends.segments import Segment, problem_of
 from openmla.backends.triton import mqa_sparse as portable
-from openmla.backends.triton._build import Build
 
 KERNELS = (v3.MANY_HEADS, v3.FEW_HEADS, v4.MANY_HEADS, v4.FEW_HEADS)
 _choose = lru_cache(maxsize=1024)(partial(choose, KERNELS))
@@ -65,6 +64,4 @@ def run(
     return out
 
 
-def builds() -> Iterator[Build]:
-    for kernel in KERNELS:
-        yield from kernel.builds()
+SPECS = tuple(spec for kernel in KERNELS for spec in kernel.specs)

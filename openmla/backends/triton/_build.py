@@ -222,9 +222,14 @@ def _ptxas(text: str, build: Build) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+def builds_of(op: str, backend: str) -> Iterator[Build]:
+    """The ahead-of-time builds of an op's kernels, over all targets."""
+    for spec in import_module(f"openmla.backends.{backend}.{op}").SPECS:
+        yield from spec.builds()
+
+
 def all_builds() -> Iterator[Build]:
-    """Every ahead-of-time build of every op, over all targets."""
     for op, backends in BACKENDS.items():
         for backend in COMPILED:
             if backend in backends:
-                yield from import_module(f"openmla.backends.{backend}.{op}").builds()
+                yield from builds_of(op, backend)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import assembly, next_power_of_2
+from openmla.backends.triton._build import TYPES, assembly, next_power_of_2
 from openmla.backends.triton._primitives import (
     FP8,
     INDEX,
@@ -106,6 +106,11 @@ def layout_of(format: str, D: int, cut: int) -> Layout:
     if isinstance(layout, PackedIndex):
         return Layout(stored_as, D, 0, min(D, GROUP), layout.width(D) - D, layout.exact)
     return Layout(stored_as, cut, D - cut, max(cut, 1), 0, False)
+
+
+def stored_type(format: str) -> str:
+    """Triton's type of a pointer to a cache."""
+    return "*" + TYPES.get(get_format(format).dtype, "u8")
 
 
 def is_aligned(cache: Tensor, layout: Layout) -> bool:

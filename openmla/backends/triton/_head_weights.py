@@ -136,6 +136,10 @@ def weight_constants(
     }
 
 
+def tile_constants(config: Config) -> dict[str, int]:
+    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+
+
 class HeadWeights(NamedTuple):
     """One head's weights and scales in device code."""
 

@@ -169,6 +169,12 @@ def stored_type(dtype: torch.dtype, shape: Shape) -> str:
     return fp8 if dtype in (FP8, torch.uint8) else TYPES[dtype]
 
 
+def stored_types(dtype: torch.dtype, format: str, shape: Shape) -> dict[str, str]:
+    """Triton's types of queries and of a paged cache."""
+    keys = get_format(format).dtype
+    return {"q": "*" + stored_type(dtype, shape), "cache": "*" + stored_type(keys, shape)}
+
+
 def programs_per_multiprocessor(config: Config) -> int:
     """Programs that a multiprocessor holds, or runs back to back."""
     return 2 if config.columns == 256 else 4

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +14,26 @@ from openmla.backends.segments import Segment
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton import _primitives as primitives
 from openmla.backends.triton._build import capability_of, cdiv
-from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._prepare import Launch
 from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.backends.triton._tiles import (
     E4M3,
+    EIGHT_BITS_ON,
+    KINDS,
     PACKED,
+    PLAIN,
     STORED_AS,
     V4,
+    Config,
+    Shape,
     config_of,
-    constants_of,
     shape_of,
+    tile_constants,
 )
 from openmla.hardware import multiprocessors
 
 LOG2E = primitives.LOG2E.value
-FP_FUSION = True
 TOKENS = 65535  # of one launch: the limit of a grid's second dimension
 
 
@@ -120,13 +126,9 @@ def work_of(
     shape = shape_of(dtype, [format for _, format in kinds], H, D, C)
     config = config_of(shape, capability, kinds)
     runs = runs_of(T, H, C, config.block_h, config.block_n, width, run_length, sink, units)
-    constants = constants_of(
-        shape, config, [(*kind, BS) for kind, BS in zip(kinds, blocks, strict=True)],
+    launch = SPEC.launch(
+        shape, config, tuple((*kind, BS) for kind, BS in zip(kinds, blocks, strict=True)),
         aligned=aligned, wide=wide, sink=sink and not runs.split, split=runs.split, scales=scales,
-    )  # fmt: skip
-    launch = prepare(
-        kernels._latent_kernel, constants, num_warps=config.num_warps,
-        num_stages=config.num_stages, enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
     return Work(launch, cdiv(H, config.block_h), runs)
 
@@ -190,3 +192,70 @@ def _sizes(part: Segment) -> tuple[int, ...]:
         0 if rows is None else rows.stride(0),
         0 if table is None else table.stride(0),
     )
+
+
+def fix(
+    shape: Shape, config: Config, segments: tuple[tuple[str, str, int], ...], *, aligned: bool,
+    wide: bool, sink: bool, split: bool, scales: int = 0,
+) -> Fixed:  # fmt: skip
+    """Segments are of a kind, a format and so many rows in a block; the second may be the first."""
+    constants: dict[str, Any] = {}
+    for number, (kind, format, BS) in ((1, segments[0]), (2, segments[-1])):
+        constants |= {
+            f"KIND_{number}": KINDS[kind],
+            f"FORMAT_{number}": STORED_AS[format],
+            f"BS_{number}": BS,
+            f"ONE_BLOCK_{number}": kind == "prefix" and BS % config.block_n == 0,
+        }
+    constants |= {
+        "SECOND": len(segments) == 2,
+        "SINK": sink,
+        "SPLIT": split,
+        **tile_constants(shape, config, aligned=aligned, wide=wide),
+        "Q_SCALES": scales,
+    }
+    return Fixed(constants, config.num_warps, config.num_stages)
+
+
+def cases(capability: int) -> Iterator[Case]:
+    """Kinds of segments, with the formats that models store them in; few heads and many. dots3's
+    sliding layers have one number of heads."""
+    latent, v4 = ("bf16", "fp8", "fp8_ds_mla"), ("bf16", "fp8_dsv4")
+    for kinds, formats, heads, D, C in (
+        (("slots",), latent, (16, 128), 576, 512),
+        (("positions",), latent, (16, 128), 576, 512),
+        (("window",), latent, (64,), 1088, 1024),
+        (("window", "positions"), v4, (16, 128), 512, 512),
+        (("window", "prefix"), v4, (16, 128), 512, 512),
+    ):
+        BS = 1 if kinds == ("slots",) else 64  # as flattened() makes it
+        quantizes = capability in EIGHT_BITS_ON and kinds in (("slots",), ("window",))
+        for format, H in product(formats, heads):
+            stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
+            dtypes = [torch.bfloat16]
+            if quantizes and format != "bf16":
+                dtypes.append(E4M3)
+            for dtype in dtypes:
+                eight = dtype == E4M3
+                shape = shape_of(dtype, [format], H, D, C)
+                config = config_of(shape, capability, [(kind, format) for kind in kinds])
+                yield case(
+                    f"latent-{'-'.join(kinds)}-{format}{'-e4m3' * eight}-H{H}-D{D}", shape, config,
+                    tuple((kind, format, BS) for kind in kinds), aligned=True, wide=False,
+                    sink=False, split=True, scales=2 * eight,
+                    types={"q": "*u8" if eight else "*bf16", "cache_1": stored, "cache_2": stored},
+                )  # fmt: skip
+
+
+SPEC = KernelSpec(
+    kernels._latent_kernel,
+    fix,
+    types={
+        "*i64": "positions",
+        "*fp32": "out sink lse q_scale kv_scale_1 kv_scale_2",
+        "*i32": "query_start_loc rows_1 row_lens_1 table_1 rows_2 row_lens_2 table_2",
+        "fp32": "qk_scale",
+    },
+    cases=cases,
+    fp_fusion=True,
+)

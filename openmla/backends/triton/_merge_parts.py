@@ -2,8 +2,9 @@
 
 Computes  out = sum(exp(lse_x - lse) * part_x), lse = log(sum(exp(lse_x))) over the item's runs x;
           zeros and -inf for tokens past all requests
-Grid      (T, programs, cdiv(C, BLOCK_C)): a program owns some columns of every so manieth HEADS
-          heads of a token
+Grid      `programs` for each of T tokens, which share its tiles of heads and columns; if there are
+          others, these look for the tokens of many runs and share the tiles of all of them.
+          Fixed runs: (T, programs, cdiv(C, BLOCK_C))
 Reads     part [slots, rows, C] and part_lse; spans [T, 3], see _parts.py; a sink, which the kernel
           that wrote the parts has left out
 Writes    out [T, H, C] and lse [T, H] where an item lies in several parts, or in none
@@ -11,6 +12,8 @@ Writes    out [T, H, C] and lse [T, H] where an item lies in several parts, or i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +23,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from openmla.backends.triton._build import cdiv, interpreted, next_power_of_2
-from openmla.backends.triton._prepare import Launch, Piece, prepare
+from openmla.backends.triton._prepare import Launch, Piece
 from openmla.backends.triton._primitives import LN2, LOG2E, finite_max, sink_factor
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 
-FP_FUSION = True
-# Runs, columns, heads, warps, by runs of an item. Few follow one another, in a warp that has whole
-# rows, with all loads in flight; of many one tile has them all, and columns fill the machine. H200,
-# us: 64 tokens of 128 heads, 2 runs: 11.6, 29.5 and 279 by the three; 8 of 64, 16 runs: 5.3, 4.9
-# and 19.4; one of 16, 132 runs: 25.7, 14.1 and 4.2.
+# Few runs of a token follow one another, in a warp that has whole rows, with all loads in flight:
+# runs, columns, heads, warps.
 FEW_RUNS, FEW_TILE = 16, (4, 512, 4, 8)
-SOME_RUNS, SOME_TILE = 64, (8, 128, 4, 4)
-MANY_TILE = (128, 32, 1, 4)
+# Of more, one tile has one head and some columns: runs, columns.
+MANY_TILE = (64, 128)
 # Fixed runs, in order: whatever the tile, sums have the same order. Columns, heads, warps.
 FIXED_FEW_ROWS = (128, 1, 1)
 FIXED_MANY_ROWS = (512, 1, 4)
@@ -38,6 +39,9 @@ MANY_FIXED_ROWS = 1024
 # More would mostly see that there is nothing to merge: 1.8 us with 1024 programs, 2.5 with 4096.
 # With much to merge as many are faster: 13.3 us instead of 16.5.
 MOST_PROGRAMS = 2048
+# Beside them, for whatever tokens have many runs where few are expected.
+RARE_PROGRAMS = 256
+LANES = tl.constexpr(128)
 UNROLL = tl.constexpr(8)  # runs whose loads are in flight together
 
 
@@ -46,7 +50,8 @@ class Merge(NamedTuple):
     things are in the scratch memory, part first; in bytes."""
 
     launch: Launch
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
+    sizes: tuple[int, ...]
     rows: int
     part_lse: int
     spans: int
@@ -76,16 +81,18 @@ def prepare_merge(
     slots = max(items * units, 1) if fixed else 2 * programs
     most_runs = units if fixed else min(programs // max(items, 1) + 2, units)  # of one item
     overlapped = overlapped and most_runs <= FEW_RUNS
-    kernel, constants, num_warps = merge_build(most_runs, T, H, C, fixed=fixed)
-    options = {"launch_pdl": True} if overlapped else {}
-    launch = prepare(
-        kernel, {**constants, "SINK": sink, "OVERLAPPED": overlapped}, num_warps=num_warps,
-        num_stages=3, enable_fp_fusion=FP_FUSION, **options,
-    )  # fmt: skip
-    grid = merge_grid(T, H, C, constants["HEADS"], constants["BLOCK_C"])
+    launch = (FIXED if fixed else PARTS).launch(
+        T, H, C, fixed=fixed, sink=sink, overlapped=overlapped
+    )
+    sizes: tuple[int, ...] = ()
+    if fixed:
+        grid = fixed_grid(T, H, C, launch.fixed["HEADS"], launch.fixed["BLOCK_C"])
+    else:
+        longest = min(programs, units)
+        grid, sizes = parts_grid(T, H, C, most_runs, longest, launch.fixed)
     part_lse = cdiv(slots * rows * C, 4) * 16  # all pieces start on 16 bytes
     spans = part_lse + cdiv(slots * rows, 4) * 16
-    return Merge(launch, grid, rows, part_lse, spans, spans + 4 * 3 * T)
+    return Merge(launch, grid, sizes, rows, part_lse, spans, spans + 4 * 3 * T)
 
 
 def make_outputs(q: Tensor, C: int, merge: Merge, dtype: torch.dtype | None = None) -> Outputs:
@@ -105,30 +112,41 @@ def make_outputs(q: Tensor, C: int, merge: Merge, dtype: torch.dtype | None = No
 def merge_parts(merge: Merge, outputs: Outputs, sink: Tensor | None = None) -> None:
     out, lse, part, part_lse, spans = outputs
     given = lse if sink is None else sink
-    merge.launch(merge.grid, part, part_lse, spans, given, out, lse, merge.rows)
+    merge.launch(merge.grid, part, part_lse, spans, given, out, lse, merge.rows, *merge.sizes)
 
 
-def merge_grid(T: int, H: int, C: int, heads: int, columns: int) -> tuple[int, int, int]:
+def fixed_grid(T: int, H: int, C: int, heads: int, columns: int) -> tuple[int, int, int]:
     tiles = cdiv(C, columns)
     most = max(MOST_PROGRAMS // max(T * tiles, 1), 1)
     return T, min(cdiv(H, heads), most), tiles
 
 
-def merge_build(
-    most_runs: int, T: int, H: int, C: int, *, fixed: bool
-) -> tuple[Any, dict[str, Any], int]:
-    """Kernel, constants and warps. Many runs: few rows, so that columns have to fill the machine.
-    No more tiles than that: warm-up compiles them all."""
-    constants = {"H": H, "C": C}
+def parts_grid(
+    T: int, H: int, C: int, most_runs: int, longest: int, constants: Mapping[str, Any]
+) -> tuple[tuple[int], tuple[int, int]]:
+    """The grid, the number of tokens and the programs of each; the rest of the grid, if any, is for
+    tokens of many runs. Items have `most_runs` if they are alike, and never more than `longest`."""
+    tiles = cdiv(H, constants["HEADS"]) * cdiv(C, constants["BLOCK_C"])
+    many_tiles, others = H * cdiv(C, constants["MANY_C"]), 0
+    if most_runs > FEW_RUNS:
+        tiles = max(tiles, many_tiles)
+    elif longest > FEW_RUNS:
+        others = min(T * many_tiles, RARE_PROGRAMS)
+    programs = min(tiles, max(MOST_PROGRAMS // max(T, 1), 1))
+    return (T * programs + others,), (T, programs)
+
+
+def fix(T: int, H: int, C: int, *, fixed: bool, sink: bool, overlapped: bool) -> Fixed:
+    constants = {"H": H, "C": C, "SINK": sink, "OVERLAPPED": overlapped}
     if fixed:
         columns, heads, warps = FIXED_MANY_ROWS if T * H >= MANY_FIXED_ROWS else FIXED_FEW_ROWS
-        kernel = _merge_fixed_kernel
     else:
-        tile = FEW_TILE if most_runs <= FEW_RUNS else SOME_TILE
-        runs, columns, heads, warps = tile if most_runs <= SOME_RUNS else MANY_TILE
-        kernel, constants["BLOCK_X"] = _merge_parts_kernel, runs
-    columns, heads = min(next_power_of_2(C), columns), min(next_power_of_2(H), heads)
-    return kernel, {**constants, "BLOCK_C": columns, "HEADS": heads}, warps
+        runs, columns, heads, warps = FEW_TILE
+        constants |= {"BLOCK_X": runs, "FEW": FEW_RUNS, "MANY_X": MANY_TILE[0]}
+        constants["MANY_C"] = min(next_power_of_2(C), MANY_TILE[1])
+    constants["BLOCK_C"] = min(next_power_of_2(C), columns)
+    constants["HEADS"] = min(next_power_of_2(H), heads)
+    return Fixed(constants, warps, 3, {"launch_pdl": True} if overlapped else {})
 
 
 @triton.jit
@@ -138,40 +156,80 @@ def find_runs(spans, t):
     return first, tl.load(spans + 3 * t + 1) - first + 1, tl.load(spans + 3 * t + 2)
 
 
-@triton.jit(do_not_specialize=["slot_rows"])
+@triton.jit(do_not_specialize=["slot_rows", "T", "programs"])
 def _merge_parts_kernel(
-    part, part_lse, spans, sink, out, lse, slot_rows,
+    part, part_lse, spans, sink, out, lse, slot_rows, T, programs,
     H: tl.constexpr, C: tl.constexpr, SINK: tl.constexpr, OVERLAPPED: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, HEADS: tl.constexpr, FEW: tl.constexpr,
+    MANY_X: tl.constexpr, MANY_C: tl.constexpr,
 ):  # fmt: skip
-    t, tile = tl.program_id(0), tl.program_id(2)
+    p = tl.program_id(0)
+    MANY_TILES: tl.constexpr = H * ((C + MANY_C - 1) // MANY_C)
     if OVERLAPPED:
         gdc_wait()
-    first, num, token = find_runs(spans, t)
-    if num == 1:
-        return
-    c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
-    for block in range(tl.program_id(1), (H + HEADS - 1) // HEADS, tl.num_programs(1)):
-        heads = block * HEADS + tl.arange(0, HEADS)
-        mask_h = heads < H
-        running_max = tl.full([HEADS], float("-inf"), tl.float32)
-        running_sum = tl.zeros([HEADS], tl.float32)
-        acc = tl.zeros([HEADS, BLOCK_C], tl.float32)
-        rows = (token * H + heads).to(tl.int64)
-        for start in range(0, num, BLOCK_X):
-            if HEADS > 1:
-                running_max, running_sum, acc = add_each(
-                    part, part_lse, rows, heads, c, slot_rows, first, start, num, running_max,
-                    running_sum, acc, H, C, BLOCK_X,
+    if p < T * programs:
+        TILES: tl.constexpr = ((H + HEADS - 1) // HEADS) * ((C + BLOCK_C - 1) // BLOCK_C)
+        t = p % T
+        first, num, token = find_runs(spans, t)
+        if (num != 1) & (num <= FEW):
+            for tile in range(p // T, TILES, programs):
+                merge_tile(
+                    part, part_lse, sink, out, lse, slot_rows, t, first, num, token, tile, H, C,
+                    SINK, BLOCK_X, BLOCK_C, HEADS,
                 )  # fmt: skip
-            else:
-                running_max, running_sum, acc = add_all(
-                    part, part_lse, rows, mask_h, c, slot_rows, first, start, num, running_max,
-                    running_sum, acc, C, BLOCK_X,
+        elif (num > FEW) & (tl.num_programs(0) == T * programs):
+            for tile in range(p // T, MANY_TILES, programs):
+                merge_tile(
+                    part, part_lse, sink, out, lse, slot_rows, t, first, num, token, tile, H, C,
+                    SINK, MANY_X, MANY_C, 1,
                 )  # fmt: skip
-        store_merged(
-            out, lse, sink, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C, SINK
-        )
+    else:
+        p -= T * programs
+        for start in range(0, T, LANES):
+            tokens = start + tl.arange(0, LANES)
+            firsts = tl.load(spans + 3 * tokens, mask=tokens < T, other=0)
+            lasts = tl.load(spans + 3 * tokens + 1, mask=tokens < T, other=0)
+            many = lasts - firsts >= FEW
+            rank = tl.cumsum(many.to(tl.int32), 0)  # from 1 on
+            num_tiles = tl.sum(many.to(tl.int32), 0) * MANY_TILES
+            for i in range(p, num_tiles, tl.num_programs(0) - T * programs):
+                t = tl.sum(tl.where(many & (rank == i // MANY_TILES + 1), tokens, 0), 0)
+                first, num, token = find_runs(spans, t)
+                merge_tile(
+                    part, part_lse, sink, out, lse, slot_rows, t, first, num, token,
+                    i % MANY_TILES, H, C, SINK, MANY_X, MANY_C, 1,
+                )  # fmt: skip
+
+
+@triton.jit
+def merge_tile(
+    part, part_lse, sink, out, lse, slot_rows, t, first, num, token, tile, H: tl.constexpr,
+    C: tl.constexpr, SINK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads and BLOCK_C columns of a token; runs BLOCK_X at a time."""
+    TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    heads = tile // TILES * HEADS + tl.arange(0, HEADS)
+    c = tile % TILES * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_h = heads < H
+    running_max = tl.full([HEADS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_C], tl.float32)
+    rows = (token * H + heads).to(tl.int64)
+    for start in range(0, num, BLOCK_X):
+        if HEADS > 1:
+            running_max, running_sum, acc = add_each(
+                part, part_lse, rows, heads, c, slot_rows, first, start, num, running_max,
+                running_sum, acc, H, C, BLOCK_X,
+            )  # fmt: skip
+        else:
+            running_max, running_sum, acc = add_all(
+                part, part_lse, rows, mask_h, c, slot_rows, first, start, num, running_max,
+                running_sum, acc, C, BLOCK_X,
+            )  # fmt: skip
+    store_merged(
+        out, lse, sink, acc, running_max, running_sum, t, heads, tile % TILES, mask_h, c, H, C, SINK
+    )
 
 
 @triton.jit
@@ -295,3 +353,20 @@ def _merge_fixed_kernel(
         store_merged(
             out, lse, sink, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C, SINK
         )
+
+
+def merge_case(name: str, T: int, *, fixed: bool) -> Case:
+    return case(name, T, 128, 512, fixed=fixed, sink=False, overlapped=False)
+
+
+spec = partial(
+    KernelSpec,
+    fix=fix,
+    types={"*bf16": "out", "*i32": "spans", "*fp32": "part part_lse lse sink"},
+    fp_fusion=True,
+)
+PARTS = spec(_merge_parts_kernel, cases=lambda _: [merge_case("merge-parts", 64, fixed=False)])
+FIXED = spec(
+    _merge_fixed_kernel,
+    cases=lambda _: [merge_case(f"merge-parts-T{T}-fixed", T, fixed=True) for T in (1, 64)],
+)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -14,18 +15,15 @@ from openmla.backends.expanded import joined
 from openmla.backends.triton._build import (
     GFX942,
     SHARED_MEMORY,
-    TARGETS,
     TYPES,
-    Build,
     capability_of,
     cdiv,
     interpreted,
     nearest_target,
     next_power_of_2,
-    signature_of,
 )
 from openmla.backends.triton._mha import WORD, _list_tiles_kernel, _mha_kernel
-from openmla.backends.triton._prepare import prepare
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.backends.triton._versions import JOINS_BRANCHES, WIDENS_EIGHT_BITS
 
 E4M3 = torch.float8_e4m3fn
@@ -40,7 +38,6 @@ FIRST_EIGHT = 89  # the first target with products of e4m3; AMD's CDNA3 has anot
 SMALL = (86, 89, 120, 121)  # targets with 99 KiB of shared memory
 ASYNC = (90, 100)  # targets whose products run asynchronously, from shared memory
 WIDEST = 512  # columns of a head
-FP_FUSION = True
 RESERVED = 1024  # bytes of shared memory for what Triton adds
 # Queries of a tile where 128, or 64 with four warps, spill; 64 on other targets.
 WIDE_BLOCK_M = {**dict.fromkeys(SMALL, 32), GFX942: 16}
@@ -177,14 +174,7 @@ def run_mha(
     if mask is not None:
         tiles = mask.new_empty((grid, cdiv(max_key_len, config.block_n)))
         num_tiles = mask.new_empty((grid,))
-        launch = prepare(
-            _list_tiles_kernel,
-            list_constants(config),
-            num_warps=8,
-            num_stages=1,
-            enable_fp_fusion=FP_FUSION,
-        )
-        launch(
+        LIST_TILES.launch(config)(
             (grid,),
             mask,
             query_start_loc,
@@ -200,15 +190,8 @@ def run_mha(
         k, k_pe = joined(k, k_pe), None
     pe_stride = 0 if k_pe is None else k_pe.stride(0)
     strides = Strides(k.stride(0), pe_stride, v.stride(0), 1 if scales is None else v.stride(2))
-    constants = constants_of(
+    launch = (MASKED if bits else RAGGED).launch(
         dtype, H, E, V, config, strides, causal=causal, bits=bits, apart=k_pe is not None
-    )
-    launch = prepare(
-        _mha_kernel,
-        constants,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=FP_FUSION,
     )
     launch(
         (grid, H),
@@ -241,25 +224,18 @@ def run_mha(
     return out.to(out_dtype), lse
 
 
-def list_constants(config: Config) -> dict[str, Any]:
+def fix_list(config: Config) -> Fixed:
     words = config.block_n // WORD.value
-    return {"BLOCK_M": config.block_m, "BLOCK_T": LISTED_WORDS // words, "WORDS": words}
+    constants = {"BLOCK_M": config.block_m, "BLOCK_T": LISTED_WORDS // words, "WORDS": words}
+    return Fixed(constants, num_warps=8)
 
 
-def constants_of(
-    dtype: torch.dtype,
-    H: int,
-    E: int,
-    V: int,
-    config: Config,
-    strides: Strides,
-    *,
-    causal: bool,
-    bits: bool,
-    apart: bool = False,
-) -> dict[str, Any]:
+def fix(
+    dtype: torch.dtype, H: int, E: int, V: int, config: Config, strides: Strides, *, causal: bool,
+    bits: bool, apart: bool = False,
+) -> Fixed:  # fmt: skip
     block_a, block_b, block_v = blocks_of(E, V, least_of(dtype))
-    return {
+    constants = {
         # compile-time constants, so that row offsets are immediates: in registers tiles spill
         # A stride that is not used is the keys' own: one kernel fewer.
         "K_TOKEN": strides.k,
@@ -283,59 +259,46 @@ def constants_of(
         "STAGES": config.num_stages,
         "dtype": PRODUCTS[dtype],
     }
+    return Fixed(constants, config.num_warps, config.num_stages)
 
 
-def mha_build(
-    capability: int, E: int, V: int, *, bits: bool, dtype: torch.dtype = torch.bfloat16,
-    causal: bool = True, apart: bool = False,
-) -> Build:  # fmt: skip
-    H = 128
-    config = config_of(dtype, E, V, capability, bits=bits)
-    strides = Strides(H * E, 64, H * (E + V))
-    constants = constants_of(
-        dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits, apart=apart
-    )
-    types = {
-        **dict.fromkeys(("q", "k", "k_pe"), "*" + HEADS[dtype]),
-        **dict.fromkeys(("v", "out"), "*" + HEADS[torch.bfloat16 if dtype == E4M3 else dtype]),
-        **dict.fromkeys(LISTED, "*i32"),
-        **dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32"),
-        "qk_scale": "fp32",
-    }
-    seen = "bits" if bits else "causal" if causal else "all"
-    name = f"mha-{seen}-E{E}-V{V}-{HEADS[dtype]}{'-apart' if apart else ''}"
-    return Build(
-        name, _mha_kernel, signature_of(_mha_kernel, constants, types), constants,
-        config.num_warps, config.num_stages, capability, FP_FUSION,
-    )  # fmt: skip
-
-
-def list_build(capability: int) -> Build:
-    constants = list_constants(config_of(torch.bfloat16, 192, 128, capability, bits=True))
-    types = dict.fromkeys(LISTED, "*i32")
-    return Build(
-        "list-tiles", _list_tiles_kernel, signature_of(_list_tiles_kernel, constants, types),
-        constants, 8, 1, capability, FP_FUSION,
-    )  # fmt: skip
-
-
-LISTED = ("mask", "query_start_loc", "key_start_loc", "tiles", "num_tiles")
 # Sparse models: V3.2 (and V3), GLM-5. Then Mistral 4, MiniCPM3, and one that torch's kernels
 # refuse.
 SPARSE_WIDTHS = ((192, 128), (256, 256))
 WIDTHS = (*SPARSE_WIDTHS, (128, 128), (96, 64), (160, 128), (512, 512))
 
 
-def mha_builds(*, bits: bool) -> Iterator[Build]:
-    for capability in TARGETS:
-        for E, V in SPARSE_WIDTHS if bits else WIDTHS:
-            yield mha_build(capability, E, V, bits=bits)
-        yield mha_build(capability, 192, 128, bits=bits, dtype=torch.float32)
-        if FIRST_EIGHT <= capability < GFX942:
-            for E, V in SPARSE_WIDTHS:
-                yield mha_build(capability, E, V, bits=bits, dtype=E4M3)
-        if bits:
-            yield list_build(capability)
-        else:
-            yield mha_build(capability, 192, 128, bits=bits, causal=False)
-            yield mha_build(capability, 192, 128, bits=bits, apart=True)
+def cases(capability: int, *, bits: bool) -> Iterator[Case]:
+    bf16, seen = torch.bfloat16, "bits" if bits else "causal"
+    found = [(bf16, *widths, seen, False) for widths in (SPARSE_WIDTHS if bits else WIDTHS)]
+    found.append((torch.float32, 192, 128, seen, False))
+    if FIRST_EIGHT <= capability < GFX942:
+        found += [(E4M3, *widths, seen, False) for widths in SPARSE_WIDTHS]
+    if not bits:
+        found += [(bf16, 192, 128, "all", False), (bf16, 192, 128, seen, True)]
+    H = 128
+    for dtype, E, V, seen, apart in found:
+        heads, values = (f"*{HEADS[each]}" for each in (dtype, bf16 if dtype == E4M3 else dtype))
+        yield case(
+            f"mha-{seen}-E{E}-V{V}-{HEADS[dtype]}{'-apart' * apart}", dtype, H, E, V,
+            config_of(dtype, E, V, capability, bits=bits), Strides(H * E, 64, H * (E + V)),
+            causal=seen == "causal", bits=bits, apart=apart,
+            types={**dict.fromkeys(("q", "k", "k_pe"), heads), "v": values, "out": values},
+        )  # fmt: skip
+
+
+LISTED = "mask query_start_loc key_start_loc tiles num_tiles"
+TYPES_OF = {"*i32": LISTED, "*fp32": "lse q_scale k_scale v_scale", "fp32": "qk_scale"}
+RAGGED, MASKED = (
+    KernelSpec(_mha_kernel, fix, types=TYPES_OF, cases=partial(cases, bits=bits), fp_fusion=True)
+    for bits in (False, True)
+)
+LIST_TILES = KernelSpec(
+    _list_tiles_kernel,
+    fix_list,
+    types={"*i32": LISTED},
+    cases=lambda capability: [
+        case("list-tiles", config_of(torch.bfloat16, 192, 128, capability, bits=True))
+    ],
+    fp_fusion=True,
+)

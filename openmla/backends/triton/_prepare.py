@@ -75,6 +75,8 @@ class Launch:
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         key: tuple[Any, ...] | None = None
         recorder = active()
+        if recorder is not None and recorder.kernels is not None:
+            recorder.kernels.add((self, self.rules and specialise(0, self.rules, args)[0]))
         if self.rules is not None and not is_watched(self.kernel):
             device = driver.active.get_current_device()
             key, values = specialise(device, self.rules, args)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton._build import cdiv, interpreted, next_power_of_2
-from openmla.backends.triton._prepare import Launch, Piece, prepare
+from openmla.backends.triton._prepare import Launch, Piece
+from openmla.backends.triton._spec import Fixed, KernelSpec, case
 from openmla.backends.triton._tiles import FEW_HEADS
 
-FP_FUSION = True
 # Tiles of merge_runs: runs and columns of one program, narrow columns where there are few programs.
 MERGED_RUNS = 16
 MERGED_COLUMNS = 512
@@ -56,11 +56,8 @@ def runs_of(
         X = max(cdiv(width, length), 1)
     # with fixed runs the merge applies the sink, however many runs there are: same bits
     split = X > 1 or (length > 0 and sink)
-    constants = merge_constants(T, X, H, C, sink=sink, fixed=length > 0)
-    merge = prepare(
-        kernels._merge_runs_kernel, constants, num_warps=4, num_stages=3, enable_fp_fusion=FP_FUSION
-    )
-    grid = (T * H, cdiv(C, constants["BLOCK_C"]))
+    merge = MERGE.launch(T, X, H, C, sink=sink, fixed=length > 0)
+    grid = (T * H, cdiv(C, merge.fixed["BLOCK_C"]))
     part_lse = cdiv(T * X * H * C, 4) * 16  # both pieces start on 16 bytes
     return Runs(X, length, split, merge, grid, part_lse, part_lse + 4 * T * X * H)
 
@@ -87,16 +84,29 @@ def merge_runs(runs: Runs, targets: Targets, sink: Tensor | None) -> None:
         runs.merge(runs.grid, part, part_lse, lse if sink is None else sink, out, lse, runs.X)
 
 
-def merge_constants(T: int, X: int, H: int, C: int, *, sink: bool, fixed: bool) -> dict[str, Any]:
+def fix(T: int, X: int, H: int, C: int, *, sink: bool, fixed: bool) -> Fixed:
     # few rows have many runs and few programs: narrower columns make more of them
     narrow = fixed or X > 16 or (X > 8 and T * H < 256)
-    return {
+    constants = {
         "H": H,
         "C": C,
         "SINK": sink,
         "BLOCK_X": MERGED_RUNS if fixed else min(next_power_of_2(X), MERGED_RUNS),
         "BLOCK_C": min(next_power_of_2(C), MERGED_COLUMNS_NARROW if narrow else MERGED_COLUMNS),
     }
+    return Fixed(constants, num_warps=4, num_stages=3)
+
+
+MERGE = KernelSpec(
+    kernels._merge_runs_kernel,
+    fix,
+    types={"*bf16": "out", "*fp32": "part part_lse sink lse"},
+    cases=lambda _: [  # runs that the planner fixed, and runs that fill the machine
+        case("merge-runs-H128-fixed", 64, 8, 128, 512, sink=False, fixed=True),
+        case("merge-runs-H16-free", 64, 8, 16, 512, sink=True, fixed=False),
+    ],
+    fp_fusion=True,
+)
 
 
 def num_runs(programs: int, blocks: int, units: int, block_h: int) -> int:

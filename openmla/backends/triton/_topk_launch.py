@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterator
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla.backends.triton._build import GFX942, assembly, capability_of, nearest_target
-from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.backends.triton._topk import SPAN, _index_topk_kernel
 from openmla.backends.triton._versions import JOINS_BRANCHES, RELEASE
 from openmla.hardware import multiprocessors
 
 SAMPLE = 4096  # scores of a row that the first pivots are taken from
-FP_FUSION = True
 
 
 class Config(NamedTuple):
@@ -74,8 +73,7 @@ def launch_topk(
     width = config.block + SPAN.value if size < S else 0
     candidates = logits.new_empty((programs, chunks_of(config), width), dtype=torch.int64)
     aligned = logits.data_ptr() % 16 == 0
-    launch = launch_of(config, aligned=aligned, fits=fits, asm=assembly())
-    launch(
+    SPEC.launch(config, aligned=aligned, fits=fits, asm=assembly())(
         (programs,),
         logits,
         row_starts.contiguous(),
@@ -90,18 +88,9 @@ def launch_topk(
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(config: Config, *, aligned: bool, fits: bool, asm: bool) -> Launch:
-    return prepare(
-        _index_topk_kernel, constants_of(config, aligned=aligned, fits=fits, asm=asm),
-        num_warps=config.num_warps, num_stages=1, enable_fp_fusion=FP_FUSION,
-        **({"maxnreg": config.maxnreg} if asm else {}),
-    )  # fmt: skip
-
-
-def constants_of(config: Config, *, aligned: bool, fits: bool, asm: bool) -> dict[str, Any]:
+def fix(config: Config, *, aligned: bool, fits: bool, asm: bool) -> Fixed:
     """Loads of an aligned tensor start on multiples of four scores, wherever a row starts."""
-    return {
+    constants = {
         "ASM": asm,
         "ALIGN": 4 if aligned else 1,
         "BLOCK": config.block,
@@ -109,3 +98,26 @@ def constants_of(config: Config, *, aligned: bool, fits: bool, asm: bool) -> dic
         "CHUNKS": chunks_of(config),
         "FITS": fits,
     }
+    options = {"maxnreg": config.maxnreg} if asm else {}
+    return Fixed(constants, config.num_warps, options=options)
+
+
+def cases(capability: int) -> Iterator[Case]:
+    """Few rows, many rows and a large K; no kernel specialises on K or S."""
+    shapes = ((1, 2048), (1000, 2048), (1000, 4096))
+    for config in dict.fromkeys(config_of(T, K, 100, capability) for T, K in shapes):
+        name = f"topk-fp32-{config.block}-{config.num_warps}"
+        yield case(name, config, aligned=True, fits=True, asm=assembly())
+
+
+SPEC = KernelSpec(
+    _index_topk_kernel,
+    fix,
+    types={
+        "*fp32": "logits",
+        "*i64": "candidates",
+        "*i32": "row_starts row_lens topk_positions topk_lens",
+    },
+    cases=cases,
+    fp_fusion=True,
+)

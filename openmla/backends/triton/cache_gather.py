@@ -11,8 +11,6 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -20,23 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import (
-    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    TYPES,
-    Build,
-    cdiv,
-    next_power_of_2,
-    signature_of,
-)
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT, cdiv, next_power_of_2
 from openmla.backends.triton._cache_rows import (
     STORED_AS,
     is_aligned,
     layout_of,
     row_constants,
     row_offsets,
+    stored_type,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import (
     FP8,
     INT32_MAX,
@@ -48,6 +38,7 @@ from openmla.backends.triton._primitives import (
     round_to,
     widen,
 )
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.cache.format import get_format
 
 BLOCK_B = 32  # requests compared at once: fixed, so that B never recompiles the kernel
@@ -55,7 +46,6 @@ ELEMENTS = 4096  # elements per tile of rows, 32 per thread of 4 warps; wider ro
 ROWS = 32  # rows per tile, at most
 
 LAUNCHES = 1
-FP_FUSION = False  # a row's values must not depend on how the compiler contracts
 
 
 @triton.jit
@@ -167,7 +157,7 @@ def run(
     (n, D), (N, BS, _), (B, M) = out.shape, cache.shape, block_table.shape
     if n == 0 or D == 0 or B == 0:
         return
-    launch = launch_of(format, D, BS, aligned=is_aligned(cache, layout_of(format, D, cut_of(D))))
+    launch = SPEC.launch(format, D, BS, aligned=is_aligned(cache, layout_of(format, D, cut_of(D))))
     launch(
         (cdiv(n, launch.fixed["BLOCK_N"]),),
         out.view(torch.uint8) if out.dtype == torch.float8_e4m3fn else out,
@@ -189,55 +179,36 @@ def run(
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(format: str, D: int, BS: int, *, aligned: bool) -> Launch:
-    constants, num_warps = constants_of(format, D, BS, aligned=aligned)
-    return prepare(
-        _cache_gather_kernel, constants, num_warps=num_warps, num_stages=1,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-
-
 def cut_of(D: int) -> int:
     """Return the largest power of two that fits in a row; ROPE is the rest."""
     return next_power_of_2(D + 1) // 2
 
 
-def constants_of(format: str, D: int, BS: int, *, aligned: bool) -> tuple[dict[str, Any], int]:
-    """Return compile-time constants and the number of warps."""
+def fix(format: str, D: int, BS: int, *, aligned: bool) -> Fixed:
     constants = row_constants(layout_of(format, D, cut_of(D)), 0, BS, aligned=aligned)
     del constants["C"], constants["EXACT"]
     width = constants["BLOCK_G"] * constants["BLOCK_C"]
     constants["BLOCK_B"] = BLOCK_B
     constants["BLOCK_N"] = min(max(ELEMENTS // width, 1), ROWS)
-    return constants, 8 if width > ELEMENTS else 4
+    return Fixed(constants, num_warps=8 if width > ELEMENTS else 4)
 
 
-def builds() -> Iterator[Build]:
-    """Build one kernel per format and target with bf16 outputs, and one that copies fp8 codes."""
-    widths = {
-        "bf16": 576,
-        "fp8": 576,
-        "fp8_ds_mla": 576,
-        "fp8_dsv4": 512,
-        "index_fp8": 128,
-    }
-    for capability in TARGETS:
-        for format, D in widths.items():
-            yield gather_build(capability, format, D)
-        yield gather_build(capability, "fp8", 576, out="u8")
+def cases(_: int) -> Iterator[Case]:
+    """Every format with bf16 outputs, and copied fp8 codes."""
+    for format, D, out in (
+        ("bf16", 576, "bf16"), ("fp8", 576, "bf16"), ("fp8_ds_mla", 576, "bf16"),
+        ("fp8_dsv4", 512, "bf16"), ("index_fp8", 128, "bf16"), ("fp8", 576, "u8"),
+    ):  # fmt: skip
+        name = f"gather-{format}-D{D}{'' if out == 'bf16' else f'-{out}'}"
+        types = {"out": f"*{out}", "cache": stored_type(format)}
+        yield case(name, format, D, 64, aligned=True, types=types)
 
 
-def gather_build(capability: int, format: str, D: int, out: str = "bf16") -> Build:
-    constants, num_warps = constants_of(format, D, 64, aligned=True)
-    types = {
-        "out": f"*{out}",
-        "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
-        "kv_scale": "*fp32",
-        **dict.fromkeys(("block_table", "starts", "row_start_loc"), "*i32"),
-    }
-    return Build(
-        f"gather-{format}-D{D}{'' if out == 'bf16' else f'-{out}'}", _cache_gather_kernel,
-        signature_of(_cache_gather_kernel, constants, types), constants, num_warps, 1, capability,
-        FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _cache_gather_kernel,
+    fix,
+    types={"*fp32": "kv_scale", "*i32": "block_table starts row_start_loc"},
+    cases=cases,
+    fp_fusion=False,  # a row's values must not depend on how the compiler contracts
+)
+SPECS = (SPEC,)

@@ -11,7 +11,6 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 import triton
@@ -19,13 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import (
-    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    TYPES,
-    Build,
-    signature_of,
-)
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 from openmla.backends.triton._cache_rows import (
     Layout,
     Target,
@@ -34,14 +27,14 @@ from openmla.backends.triton._cache_rows import (
     layout_of,
     row_constants,
     row_warps,
+    stored_type,
     why_not_rows,
     write_row,
 )
-from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
-FP_FUSION = False  # a row's bytes must not depend on how the compiler contracts
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
@@ -82,7 +75,7 @@ def run(
     if slot_mapping.shape[0] == 0 or C + R == 0:
         return
     layout = layout_of(format, C + R, cut=C)
-    launch = launch_of(
+    launch = SPEC.launch(
         layout, C, BS, aligned=is_aligned(cache, layout), apart=rope_ratio is not None,
         counted=clamped is not None,
     )  # fmt: skip
@@ -104,47 +97,29 @@ def run(
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(
-    layout: Layout, C: int, BS: int, *, aligned: bool, apart: bool, counted: bool
-) -> Launch:
+def fix(layout: Layout, C: int, BS: int, *, aligned: bool, apart: bool, counted: bool) -> Fixed:
     constants = row_constants(layout, C, BS, aligned=aligned)
-    constants |= {"APART": apart, "COUNTED": counted}
-    return prepare(
-        _cache_write_kernel, constants, num_warps=row_warps(constants), num_stages=1,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
+    return Fixed({**constants, "APART": apart, "COUNTED": counted}, row_warps(constants))
 
 
-def builds() -> Iterator[Build]:
-    """One per format and target, bf16 rows of the models' widths."""
-    shapes = {
-        "bf16": (512, 64),
-        "fp8": (512, 64),
-        "fp8_ds_mla": (512, 64),
-        "fp8_ds_mla_exact": (512, 64),
-        "fp8_dsv4": (512, 0),
-        "index_fp8": (128, 0),
-        "index_fp8_exact": (128, 0),
-    }
-    for capability in TARGETS:
-        for format, (C, R) in shapes.items():
-            yield write_build(capability, format, C, R)
+def cases(_: int) -> Iterator[Case]:
+    """Every format, with bf16 rows of the models' widths."""
+    for format, C, R in (
+        ("bf16", 512, 64), ("fp8", 512, 64), ("fp8_ds_mla", 512, 64), ("fp8_ds_mla_exact", 512, 64),
+        ("fp8_dsv4", 512, 0), ("index_fp8", 128, 0), ("index_fp8_exact", 128, 0),
+    ):  # fmt: skip
+        scaled = get_format(format).scaled
+        yield case(
+            f"write-{format}-C{C}-R{R}", layout_of(format, C + R, cut=C), C, 64, aligned=True,
+            apart=scaled, counted=scaled, types={"cache": stored_type(format)},
+        )  # fmt: skip
 
 
-def write_build(capability: int, format: str, C: int, R: int) -> Build:
-    layout = layout_of(format, C + R, cut=C)
-    constants = row_constants(layout, C, 64, aligned=True)
-    constants |= dict.fromkeys(("APART", "COUNTED"), get_format(format).scaled)
-    types = {
-        "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
-        **dict.fromkeys(("kv_c", "k_pe"), "*bf16"),
-        "slot_mapping": "*i64",
-        **dict.fromkeys(("kv_scale", "rope_ratio"), "*fp32"),
-        "clamped": "*i64",
-    }
-    return Build(
-        f"write-{format}-C{C}-R{R}", _cache_write_kernel,
-        signature_of(_cache_write_kernel, constants, types), constants, row_warps(constants), 1,
-        capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _cache_write_kernel,
+    fix,
+    types={"*bf16": "kv_c k_pe", "*i64": "slot_mapping clamped", "*fp32": "kv_scale rope_ratio"},
+    cases=cases,
+    fp_fusion=False,  # a row's bytes must not depend on how the compiler contracts
+)
+SPECS = (SPEC,)

@@ -16,7 +16,7 @@ No two programs touch the same state, and its owner reads all it needs before it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +28,9 @@ from openmla.backends import Problem
 from openmla.backends.kernels import Variant
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    TYPES,
-    Build,
     cdiv,
     interpreted,
     next_power_of_2,
-    signature_of,
 )
 from openmla.backends.triton._cache_rows import (
     INPUTS,
@@ -44,6 +40,7 @@ from openmla.backends.triton._cache_rows import (
     is_aligned,
     layout_of,
     row_constants,
+    stored_type,
     write_values,
 )
 from openmla.backends.triton._launch import inner_contiguous
@@ -57,7 +54,6 @@ from openmla.backends.triton._pool import (
     pool,
     pool_overlapping,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import (
     FP8,
     PLAIN,
@@ -67,10 +63,10 @@ from openmla.backends.triton._primitives import (
     round_to,
     widen,
 )
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.cache.format import get_format, state_rows
 
 LAUNCHES = 1
-FP_FUSION = False  # an entry's bytes must not depend on how the compiler contracts
 ELEMENTS = 4096  # of a tile of tokens
 TOKENS = 8  # of a tile, at most
 
@@ -263,7 +259,7 @@ def run(
     if T * B * D == 0:
         return
     aligned = is_aligned(cache, layout_of(format, D, cut=D))
-    launch = launch_of(
+    launch = SPEC.launch(
         format, D, table.shape[1], cache.shape[1], state.shape[1], ratio, overlap, hadamard,
         aligned=aligned, counted=clamped is not None, alone=alone and not overlap,
     )  # fmt: skip
@@ -301,24 +297,15 @@ def run(
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(*sizes: Any, aligned: bool, counted: bool, alone: bool) -> Launch:
-    constants = constants_of(*sizes, aligned=aligned, counted=counted, alone=alone)
-    return prepare(
-        _compress_kv_kernel, constants, num_warps=num_warps_of(constants), num_stages=1,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-
-
-def constants_of(
+def fix(
     format: str, D: int, R: int, BS: int, V: int, ratio: int, overlap: bool, hadamard: bool, *,
     aligned: bool, counted: bool, alone: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> Fixed:  # fmt: skip
     stored = row_constants(layout_of(format, D, cut=D), D, BS, aligned=aligned)
     del stored["C"]
     block_d = next_power_of_2(D)
     window = next_power_of_2(2 * ratio if overlap else ratio)
-    return {
+    constants = {
         **stored,
         "BLOCK_G": max(stored["BLOCK_G"], block_d // stored["BLOCK_C"]),
         "D": D,
@@ -334,46 +321,36 @@ def constants_of(
         "BLOCK_J": max(min(window, TOKENS, ELEMENTS // block_d), 1),
         "BLOCK_D": block_d,
     }
+    # Four channels per thread, 16 bytes of float32: no thread needs another's.
+    return Fixed(constants, num_warps=min(max(block_d // 128, 1), 8))
 
 
-def num_warps_of(constants: dict[str, Any]) -> int:
-    """Four channels per thread, 16 bytes of float32: no thread needs another's."""
-    return min(max(constants["BLOCK_D"] // 128, 1), 8)
-
-
-def builds() -> Iterator[Build]:
+def cases(_: int) -> Iterator[Case]:
     """V4's three compressors, entries in the model's formats and in bf16."""
-    for capability in TARGETS:
-        for format in ("fp8_dsv4", "bf16"):
-            yield compress_build(capability, format, 512, ratio=4, overlap=True)
-            yield compress_build(capability, format, 512, ratio=128, overlap=False)
-        yield compress_build(capability, "fp8_dsv4", 512, ratio=128, overlap=False, alone=True)
-        for format in ("index_fp8", "index_bf16"):
-            yield compress_build(capability, format, 128, ratio=4, overlap=True)
-        yield compress_build(capability, "index_fp8", 128, ratio=4, overlap=True, hadamard=True)
+    for format, D, ratio, kind in (
+        ("fp8_dsv4", 512, 4, ""), ("fp8_dsv4", 512, 128, ""), ("bf16", 512, 4, ""),
+        ("bf16", 512, 128, ""), ("fp8_dsv4", 512, 128, "-alone"), ("index_fp8", 128, 4, ""),
+        ("index_bf16", 128, 4, ""), ("index_fp8", 128, 4, "-hadamard"),
+    ):  # fmt: skip
+        overlap = ratio == 4
+        yield case(
+            f"compress-{format}-D{D}-ratio{ratio}{kind}", format, D, 64, 64 if overlap else 2,
+            state_rows(ratio, overlap=overlap), ratio, overlap, kind == "-hadamard", aligned=True,
+            counted=get_format(format).scaled, alone=kind == "-alone",
+            types={"cache": stored_type(format)},
+        )  # fmt: skip
 
 
-def compress_build(
-    capability: int, format: str, D: int, *, ratio: int, overlap: bool, hadamard: bool = False,
-    alone: bool = False,
-) -> Build:  # fmt: skip
-    V = state_rows(ratio, overlap=overlap)
-    BS = 64 if overlap else 2
-    constants = constants_of(
-        format, D, 64, BS, V, ratio, overlap, hadamard, aligned=True,
-        counted=get_format(format).scaled, alone=alone,
-    )  # fmt: skip
-    types = {
-        "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
-        **dict.fromkeys(("kv", "score", "kv_scale", "state", "bias", "norm_weight"), "*fp32"),
-        "table": "*fp32",
-        "positions": "*i64",
-        **dict.fromkeys(("query_start_loc", "block_table", "state_slots"), "*i32"),
-        "clamped": "*i64",
-        "eps": "fp32",
-    }
-    name = f"compress-{format}-D{D}-ratio{ratio}{'-hadamard' * hadamard}{'-alone' * alone}"
-    return Build(
-        name, _compress_kv_kernel, signature_of(_compress_kv_kernel, constants, types), constants,
-        num_warps_of(constants), 1, capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _compress_kv_kernel,
+    fix,
+    types={
+        "*fp32": "kv score kv_scale state bias norm_weight table",
+        "*i64": "positions clamped",
+        "*i32": "query_start_loc block_table state_slots",
+        "fp32": "eps",
+    },
+    cases=cases,
+    fp_fusion=False,  # an entry's bytes must not depend on how the compiler contracts
+)
+SPECS = (SPEC,)

@@ -21,14 +21,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.kernels import Variant
-from openmla.backends.triton._build import (
-    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    Build,
-    capability_of,
-    cdiv,
-    signature_of,
-)
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT, capability_of, cdiv
 from openmla.backends.triton._index import (
     Chunk,
     Pages,
@@ -51,15 +44,14 @@ from openmla.backends.triton._index_tiles import (
     paged_arguments,
     paged_constants,
     paged_shape,
-    stored_type,
+    stored_types,
     why_not_index,
 )
-from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._prepare import Launch
 from openmla.backends.triton._primitives import request_of
-from openmla.cache.format import get_format
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 
 LAUNCHES = 1
-FP_FUSION = True
 
 
 @triton.jit(
@@ -139,7 +131,7 @@ def run(
     out = q_idx.new_empty((T, num_keys), dtype=torch.float32)
     if T == 0 or num_keys == 0:
         return out
-    shape, config, launch = launch_of(
+    shape, config, launch = schedule_of(
         q_idx.dtype, format, HI, DI, BS, TOKENS if fixed else cdiv(T, max(B, 1)),
         capability_of(q_idx.device), aligned=keys_aligned(cache, format, DI),
     )  # fmt: skip
@@ -162,55 +154,48 @@ def run(
 
 
 @lru_cache(maxsize=1024)
-def launch_of(
+def schedule_of(
     dtype: torch.dtype, format: str, HI: int, DI: int, BS: int, tokens: int, capability: int, *,
     aligned: bool,
 ) -> tuple[Shape, Config, Launch]:  # fmt: skip
     """For so many tokens of a request."""
     shape = paged_shape(dtype, format, HI, DI, capability)
+    args = shape, format, BS, tokens, capability
+    return shape, SPEC.fix(*args, aligned=aligned).tile, SPEC.launch(*args, aligned=aligned)
+
+
+def fix(
+    shape: Shape, format: str, BS: int, tokens: int, capability: int, *, aligned: bool
+) -> Fixed:  # fmt: skip
     config, constants = paged_constants(shape, format, BS, tokens, capability, aligned=aligned)
-    launch = prepare(
-        _index_logits_kernel, constants, num_warps=config.num_warps,
-        num_stages=constants["STAGES"], enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-    return shape, config, launch
+    return Fixed(constants, config.num_warps, constants["STAGES"], tile=config)
 
 
-def builds() -> Iterator[Build]:
+def cases(capability: int) -> Iterator[Case]:
     """The models' heads: decode and many tokens, fp8, bf16 and float32 keys, two block sizes."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for capability in TARGETS:
-        for HI in (64, 32):
-            for tokens in (1, 2, 2048):
-                yield paged_build(capability, FP8, "index_fp8", HI, 128, 64, tokens)
-        yield paged_build(capability, FP8, "index_fp8", 64, 128, 32, 1)
-        yield paged_build(capability, FP8, "index_fp8", 64, 128, 32, 2048)
-        for tokens in (1, 2048):
-            yield paged_build(capability, bf16, "index_fp8", 64, 128, 64, tokens)
-            yield paged_build(capability, bf16, "index_bf16", 64, 128, 64, tokens)
-            yield paged_build(capability, fp32, "index_fp32", 64, 128, 64, tokens)
+    found = [(FP8, "index_fp8", HI, 64, tokens) for HI in (64, 32) for tokens in (1, 2, 2048)]
+    found += [(FP8, "index_fp8", 64, 32, tokens) for tokens in (1, 2048)]
+    found += [
+        (dtype, format, 64, 64, tokens)
+        for dtype, format in (
+            (torch.bfloat16, "index_fp8"), (torch.bfloat16, "index_bf16"),
+            (torch.float32, "index_fp32"),
+        )
+        for tokens in (1, 2048)
+    ]  # fmt: skip
+    for dtype, format, HI, BS, tokens in found:
+        shape = paged_shape(dtype, format, HI, 128, capability)
+        yield case(
+            f"logits-{format}-{str(dtype)[6:]}-HI{HI}-DI128-BS{BS}-n{tokens}", shape, format, BS,
+            tokens, capability, aligned=True, types=stored_types(dtype, format, shape),
+        )  # fmt: skip
 
 
-def paged_build(
-    capability: int,
-    dtype: torch.dtype,
-    format: str,
-    HI: int,
-    DI: int,
-    BS: int,
-    tokens: int,
-) -> Build:
-    shape = paged_shape(dtype, format, HI, DI, capability)
-    config, constants = paged_constants(shape, format, BS, tokens, capability, aligned=True)
-    types = {
-        "out": "*fp32",
-        "q": "*" + stored_type(dtype, shape),
-        "w": "*fp32",
-        "cache": "*" + stored_type(get_format(format).dtype, shape),
-        **dict.fromkeys(("table", "query_start_loc", "row_lens"), "*i32"),
-    }
-    return Build(
-        f"logits-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}-n{tokens}", _index_logits_kernel,
-        signature_of(_index_logits_kernel, constants, types), constants, config.num_warps,
-        constants["STAGES"], capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _index_logits_kernel,
+    fix,
+    types={"*fp32": "out w", "*i32": "table query_start_loc row_lens"},
+    cases=cases,
+    fp_fusion=True,
+)
+SPECS = (SPEC,)

@@ -12,7 +12,6 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -20,14 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import (
-    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    Build,
-    capability_of,
-    cdiv,
-    signature_of,
-)
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT, capability_of, cdiv
 from openmla.backends.triton._index import (
     Chunk,
     Queries,
@@ -39,7 +31,6 @@ from openmla.backends.triton._index import (
 )
 from openmla.backends.triton._index_tiles import (
     FP8,
-    Config,
     Shape,
     as_stored,
     keys_per_program,
@@ -48,10 +39,9 @@ from openmla.backends.triton._index_tiles import (
     tile_of,
     why_not_index,
 )
-from openmla.backends.triton._prepare import prepare
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 
 LAUNCHES = 1
-FP_FUSION = True
 
 
 @triton.jit(
@@ -117,17 +107,10 @@ def run(
         k_idx = k_idx.to(torch.float32)
     capability = capability_of(q_idx.device)
     shape = shape_of(q_idx.dtype, k_idx.dtype, HI, DI, 1, capability)
-    config, constants = constants_of(shape, T, capability)
-    tiles = cdiv(T, constants["BLOCK_Q"])
-    keys = keys_per_program(S, tiles, config, q_idx.device)
-    launch = prepare(
-        _index_logits_ragged_kernel,
-        constants,
-        num_warps=config.num_warps,
-        num_stages=constants["STAGES"],
-        enable_fp_fusion=FP_FUSION,
-    )
-    launch(
+    fixed = SPEC.fix(shape, T, capability)
+    tiles = cdiv(T, fixed.constants["BLOCK_Q"])
+    keys = keys_per_program(S, tiles, fixed.tile, q_idx.device)
+    SPEC.launch(shape, T, capability)(
         (tiles, cdiv(S, keys)),
         out,
         as_stored(q_idx, shape),
@@ -147,31 +130,29 @@ def run(
     return out
 
 
-def constants_of(shape: Shape, tokens: int, capability: int) -> tuple[Config, dict[str, Any]]:
-    return tile_of(shape, tokens, chain=1, gathered=False, capability=capability)
+def fix(shape: Shape, tokens: int, capability: int) -> Fixed:
+    config, constants = tile_of(shape, tokens, chain=1, gathered=False, capability=capability)
+    return Fixed(constants, config.num_warps, constants["STAGES"], tile=config)
 
 
-def builds() -> Iterator[Build]:
+def cases(capability: int) -> Iterator[Case]:
     """The models' heads in fp8 and bf16, many tokens and one."""
-    for capability in TARGETS:
-        for dtype in (FP8, torch.bfloat16):
-            for HI in (64, 32):
-                yield ragged_build(capability, dtype, HI, 128, 2048)
-            yield ragged_build(capability, dtype, 64, 128, 1)
-        yield ragged_build(capability, torch.float32, 64, 128, 2048)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype, HI, tokens in (
+        (FP8, 64, 2048), (FP8, 32, 2048), (FP8, 64, 1), (bf16, 64, 2048), (bf16, 32, 2048),
+        (bf16, 64, 1), (fp32, 64, 2048),
+    ):  # fmt: skip
+        shape = shape_of(dtype, dtype, HI, 128, 1, capability)
+        stored = "*" + stored_type(dtype, shape)
+        name = f"ragged-{str(dtype)[6:]}-HI{HI}-DI128-n{tokens}"
+        yield case(name, shape, tokens, capability, types={"q": stored, "k": stored})
 
 
-def ragged_build(capability: int, dtype: torch.dtype, HI: int, DI: int, tokens: int) -> Build:
-    shape = shape_of(dtype, dtype, HI, DI, 1, capability)
-    config, constants = constants_of(shape, tokens, capability)
-    stored = "*" + stored_type(dtype, shape)
-    types = {
-        **dict.fromkeys(("out", "w", "k_scale"), "*fp32"),
-        **dict.fromkeys(("q", "k"), stored),
-        **dict.fromkeys(("starts", "ends"), "*i32"),
-    }
-    return Build(
-        f"ragged-{str(dtype)[6:]}-HI{HI}-DI{DI}-n{tokens}", _index_logits_ragged_kernel,
-        signature_of(_index_logits_ragged_kernel, constants, types), constants, config.num_warps,
-        constants["STAGES"], capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _index_logits_ragged_kernel,
+    fix,
+    types={"*fp32": "out w k_scale", "*i32": "starts ends"},
+    cases=cases,
+    fp_fusion=True,
+)
+SPECS = (SPEC,)

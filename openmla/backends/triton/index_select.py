@@ -8,25 +8,16 @@ index_logits and index_topk, for one chunk of queries after another.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton import index_logits
-from openmla.backends.triton._build import (
-    TARGETS,
-    Build,
-    capability_of,
-    cdiv,
-    nearest_target,
-    signature_of,
-)
+from openmla.backends.triton._build import capability_of, cdiv, nearest_target
 from openmla.backends.triton._choose import _index_select_kernel
 from openmla.backends.triton._index_tiles import (
     FP8,
-    Config,
     PagedInputs,
     Shape,
     keys_aligned,
@@ -34,14 +25,13 @@ from openmla.backends.triton._index_tiles import (
     paged_constants,
     paged_shape,
     programs_per_multiprocessor,
-    stored_type,
+    stored_types,
     why_not_index,
 )
-from openmla.backends.triton._prepare import prepare
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.backends.triton._topk import SPAN
 from openmla.backends.triton._topk_launch import launch_topk
 from openmla.backends.triton._versions import JOINS_BRANCHES
-from openmla.cache.format import get_format
 from openmla.hardware import multiprocessors
 
 SCORE_BYTES = 64 << 20  # of a chunk of queries, where scores are written to memory
@@ -51,7 +41,6 @@ TOKENS = 4  # of a program, at most: what is kept of them goes through registers
 # Keys, in multiples of K, from which to fuse. H200: 1 to 5 % slower at 32, 2 % faster at 64.
 MIN_KEYS_OVER_K = 48
 MIN_UTILISATION = 0.8  # of the resident programs, averaged over waves
-FP_FUSION = True
 
 
 def why_not(problem: Problem) -> str | None:
@@ -78,11 +67,11 @@ def run(
         return positions, lens
     capability = capability_of(q_idx.device)
     shape = paged_shape(q_idx.dtype, format, HI, DI, capability)
-    config, constants = constants_of(
-        shape, format, cache.shape[1], cdiv(T, max(block_table.shape[0], 1)), capability,
-        aligned=keys_aligned(cache, format, DI),
-    )  # fmt: skip
-    resident = programs_per_multiprocessor(config) * max(multiprocessors(q_idx.device), 1)
+    tokens = cdiv(T, max(block_table.shape[0], 1))
+    sizes = shape, format, cache.shape[1], tokens, capability, CAPACITY
+    aligned = keys_aligned(cache, format, DI)
+    constants, *_, tile = SPEC.fix(*sizes, aligned=aligned)
+    resident = programs_per_multiprocessor(tile) * max(multiprocessors(q_idx.device), 1)
     tiles = cdiv(T, constants["BLOCK_Q"])
     inputs = PagedInputs(q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
     if not is_fused(T, num_keys, K, tiles, resident):
@@ -93,14 +82,7 @@ def run(
     scores = w_idx.new_empty((*rows, constants["CHUNK"]), dtype=torch.float32)
     kept = row_lens.new_empty((*rows, 2, constants["CAPACITY"] + SPAN.value))
     tensors, strides = paged_arguments(inputs, shape)
-    launch = prepare(
-        _index_select_kernel,
-        constants,
-        num_warps=config.num_warps,
-        num_stages=constants["STAGES"],
-        enable_fp_fusion=FP_FUSION,
-    )
-    launch(
+    SPEC.launch(*sizes, aligned=aligned)(
         (programs,),
         positions,
         lens,
@@ -125,15 +107,10 @@ def is_fused(T: int, num_keys: int, K: int, tiles: int, resident: int) -> bool:
     return tiles >= MIN_UTILISATION * resident * cdiv(tiles, resident)
 
 
-def constants_of(
-    shape: Shape,
-    format: str,
-    BS: int,
-    tokens: int,
-    capability: int,
-    *,
+def fix(
+    shape: Shape, format: str, BS: int, tokens: int, capability: int, capacity: int, *,
     aligned: bool,
-) -> tuple[Config, dict[str, Any]]:
+) -> Fixed:  # fmt: skip
     most, target = TOKENS, nearest_target(capability)
     if target == 100:  # 256 columns spill there beside what is kept of four tokens
         most = max(min(most, COLUMNS_SM100 // shape.HI), 1)
@@ -146,9 +123,9 @@ def constants_of(
         else:
             constants["STAGES"] = 1
     del constants["FILL"]
-    constants["CAPACITY"] = CAPACITY
-    constants["CHUNK"] = CAPACITY // 2  # fits beside K
-    return config, constants
+    constants["CAPACITY"] = capacity
+    constants["CHUNK"] = capacity // 2  # fits beside K
+    return Fixed(constants, config.num_warps, constants["STAGES"], tile=config)
 
 
 def select_in_chunks(
@@ -179,31 +156,26 @@ def select_in_chunks(
         del logits  # before the next ones are allocated
 
 
-def builds() -> Iterator[Build]:
+def cases(capability: int) -> Iterator[Case]:
     """The models' heads; no kernel specialises on K."""
-    for capability in TARGETS:
-        for HI in (64, 32):
-            yield select_build(capability, FP8, "index_fp8", HI, 128, 64)
-        yield select_build(capability, torch.bfloat16, "index_bf16", 64, 128, 64)
+    for dtype, format, HI in (
+        (FP8, "index_fp8", 64), (FP8, "index_fp8", 32), (torch.bfloat16, "index_bf16", 64),
+    ):  # fmt: skip
+        shape = paged_shape(dtype, format, HI, 128, capability)
+        yield case(
+            f"select-{format}-{str(dtype)[6:]}-HI{HI}-DI128-BS64", shape, format, 64, 4096,
+            capability, CAPACITY, aligned=True, types=stored_types(dtype, format, shape),
+        )  # fmt: skip
 
 
-def select_build(
-    capability: int, dtype: torch.dtype, format: str, HI: int, DI: int, BS: int
-) -> Build:
-    shape = paged_shape(dtype, format, HI, DI, capability)
-    config, constants = constants_of(shape, format, BS, 4096, capability, aligned=True)
-    types = {
-        "scores": "*fp32",
-        "kept": "*i32",
-        "q": "*" + stored_type(dtype, shape),
-        "w": "*fp32",
-        "cache": "*" + stored_type(get_format(format).dtype, shape),
-        **dict.fromkeys(
-            ("topk_positions", "topk_lens", "table", "query_start_loc", "row_lens"), "*i32"
-        ),
-    }
-    return Build(
-        f"select-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}", _index_select_kernel,
-        signature_of(_index_select_kernel, constants, types), constants, config.num_warps,
-        constants["STAGES"], capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _index_select_kernel,
+    fix,
+    types={
+        "*fp32": "scores w",
+        "*i32": "kept topk_positions topk_lens table query_start_loc row_lens",
+    },
+    cases=cases,
+    fp_fusion=True,
+)
+SPECS = (SPEC,)

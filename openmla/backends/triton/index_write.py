@@ -13,21 +13,13 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import (
-    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    TYPES,
-    Build,
-    signature_of,
-)
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 from openmla.backends.triton._cache_rows import (
     FLOAT32_BYTES,
     INPUTS,
@@ -37,8 +29,8 @@ from openmla.backends.triton._cache_rows import (
     row_constants,
     row_offsets,
     row_warps,
+    stored_type,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import (
     PLAIN,
     hadamard_transform,
@@ -47,10 +39,9 @@ from openmla.backends.triton._primitives import (
     store_bits,
     widen,
 )
-from openmla.cache.format import get_format
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 
 LAUNCHES = 1
-FP_FUSION = False  # a key's bytes must not depend on how the compiler contracts
 
 
 @triton.jit
@@ -143,7 +134,7 @@ def run(
     if slot_mapping.shape[0] == 0 or DI == 0:
         return
     aligned = is_aligned(cache, layout_of(format, DI, cut=DI))
-    launch = launch_of(format, DI, R, BS, rope_start, pairing, hadamard, aligned=aligned)
+    launch = SPEC.launch(format, DI, R, BS, rope_start, pairing, hadamard, aligned=aligned)
     launch(
         (slot_mapping.shape[0],),
         cache,
@@ -164,31 +155,15 @@ def run(
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(*sizes: Any, aligned: bool) -> Launch:
-    constants = constants_of(*sizes, aligned=aligned)
-    return prepare(
-        _index_write_kernel, constants, num_warps=row_warps(constants), num_stages=1,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-
-
-def constants_of(
-    format: str,
-    DI: int,
-    R: int,
-    BS: int,
-    rope_start: int,
-    pairing: str,
-    hadamard: bool,
-    *,
+def fix(
+    format: str, DI: int, R: int, BS: int, rope_start: int, pairing: str, hadamard: bool, *,
     aligned: bool,
-) -> dict[str, Any]:
-    layout = layout_of(format, DI, cut=DI)
-    constants = row_constants(layout, 0, BS, aligned=aligned)
+) -> Fixed:  # fmt: skip
+    constants = row_constants(layout_of(format, DI, cut=DI), 0, BS, aligned=aligned)
+    warps = row_warps(constants)
     for name in ("C", "MAIN", "ROPE", "BLOCK_R"):
         del constants[name]
-    return constants | {
+    constants |= {
         "DI": DI,
         "R": R,
         "ROPE_START": rope_start,
@@ -196,30 +171,30 @@ def constants_of(
         "HADAMARD": hadamard,
         "LOG2": DI.bit_length() - 1,
     }
+    return Fixed(constants, warps)
 
 
-def builds() -> Iterator[Build]:
+def cases(_: int) -> Iterator[Case]:
     """Keys of 128 in every format, rotated as the models do."""
-    for capability in TARGETS:
-        for format in ("index_fp8", "index_fp8_exact", "index_bf16"):
-            for pairing in ("halves", "pairs"):
-                yield write_build(capability, format, 128, 64, pairing, hadamard=False)
-        yield write_build(capability, "index_fp8", 128, 64, "halves", hadamard=True)
+    formats = ("index_fp8", "index_fp8_exact", "index_bf16")
+    both = [(format, pairing, False) for format in formats for pairing in ("halves", "pairs")]
+    for format, pairing, hadamard in (*both, ("index_fp8", "halves", True)):
+        yield case(
+            f"index-write-{format}-{pairing}{'-hadamard' * hadamard}", format, 128, 64, 64, 0,
+            pairing, hadamard, aligned=True, types={"cache": stored_type(format)},
+        )  # fmt: skip
 
 
-def write_build(
-    capability: int, format: str, DI: int, R: int, pairing: str, *, hadamard: bool
-) -> Build:
-    constants = constants_of(format, DI, R, 64, 0, pairing, hadamard, aligned=True)
-    types = {
-        "cache": "*" + TYPES[get_format(format).dtype],
-        "k_raw": "*bf16",
-        **dict.fromkeys(("norm_weight", "norm_bias", "table"), "*fp32"),
-        **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
-        "eps": "fp32",
-    }
-    return Build(
-        f"index-write-{format}-{pairing}{'-hadamard' * hadamard}", _index_write_kernel,
-        signature_of(_index_write_kernel, constants, types), constants, row_warps(constants), 1,
-        capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _index_write_kernel,
+    fix,
+    types={
+        "*bf16": "k_raw",
+        "*fp32": "norm_weight norm_bias table",
+        "*i64": "positions slot_mapping",
+        "fp32": "eps",
+    },
+    cases=cases,
+    fp_fusion=False,  # a key's bytes must not depend on how the compiler contracts
+)
+SPECS = (SPEC,)

@@ -14,8 +14,6 @@ kv holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -25,13 +23,9 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    TYPES,
-    Build,
     cdiv,
     interpreted,
     next_power_of_2,
-    signature_of,
 )
 from openmla.backends.triton._cache_rows import (
     Layout,
@@ -40,15 +34,15 @@ from openmla.backends.triton._cache_rows import (
     is_aligned,
     layout_of,
     row_constants,
+    stored_type,
     why_not_rows,
     write_row,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
-FP_FUSION = False  # a row's bytes must not depend on how the compiler contracts
 ELEMENTS = 4096  # of a row, which one program holds in registers
 QUERY_ELEMENTS = 1024  # of a tile of heads: larger tiles only make programs fewer and longer
 
@@ -181,7 +175,7 @@ def run(
     if n == 0:
         return
     R = 0 if table is None else table.shape[1]
-    launch = launch_of(
+    launch = SPEC.launch(
         format, H, E, D, R, norm_weight.shape[0], cache.shape[1], pairing, norm_queries,
         aligned=is_aligned(cache, layout_of(format, D, cut=D)),
         apart=rope_ratio is not None, counted=clamped is not None,
@@ -213,69 +207,61 @@ def run(
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(*sizes: Any, aligned: bool, apart: bool, counted: bool) -> Launch:
-    constants = constants_of(*sizes, aligned=aligned, apart=apart, counted=counted)
-    return prepare(
-        _latent_write_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
-    )
-
-
-def constants_of(
+def fix(
     format: str, H: int, E: int, D: int, R: int, normed: int, BS: int, pairing: str,
     norm_queries: bool, *, aligned: bool, apart: bool, counted: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> Fixed:  # fmt: skip
     unrotated = next_power_of_2(max(E - R, 1)) if norm_queries else 1
     pairs = next_power_of_2(max(R // 2, 1))
     # the part under a ratio must begin where a part of the row does
     layout = layout_of(format, D, cut=normed if apart else D)
     stored = row_constants(layout, D, BS, aligned=aligned)
-    return {
-        **stored,
-        "H": H,
-        "E": E,
-        "D": D,
-        "NORMED": normed,
-        "NORMED_Q": E if norm_queries else 0,
-        "R": R,
-        "PAIRS": pairing == "pairs",
-        "BLOCK_H": min(next_power_of_2(H), max(QUERY_ELEMENTS // max(unrotated, 2 * pairs), 1)),
-        "BLOCK_E": unrotated,
-        "BLOCK_D": next_power_of_2(max(D - R, 1)),
-        "BLOCK_PAIRS": pairs,
-        "APART": apart,
-        "COUNTED": counted,
-        "UPCAST": interpreted(),
-    }
+    return Fixed(
+        {
+            **stored,
+            "H": H,
+            "E": E,
+            "D": D,
+            "NORMED": normed,
+            "NORMED_Q": E if norm_queries else 0,
+            "R": R,
+            "PAIRS": pairing == "pairs",
+            "BLOCK_H": min(next_power_of_2(H), max(QUERY_ELEMENTS // max(unrotated, 2 * pairs), 1)),
+            "BLOCK_E": unrotated,
+            "BLOCK_D": next_power_of_2(max(D - R, 1)),
+            "BLOCK_PAIRS": pairs,
+            "APART": apart,
+            "COUNTED": counted,
+            "UPCAST": interpreted(),
+        }
+    )
 
 
-def builds() -> Iterator[Build]:
+def cases(_: int) -> Iterator[Case]:
     """V3's and V4's rows, in each of their formats."""
-    for capability in TARGETS:
-        for format in ("bf16", "fp8", "fp8_ds_mla"):
-            yield write_build(capability, format, 128, 192, 576, 512, norm_queries=False)
-        for format in ("bf16", "fp8_dsv4"):
-            yield write_build(capability, format, 64, 512, 512, 512, norm_queries=True)
+    for H, E, D, norm_queries, formats in (
+        (128, 192, 576, False, ("bf16", "fp8", "fp8_ds_mla")),
+        (64, 512, 512, True, ("bf16", "fp8_dsv4")),
+    ):
+        for format in formats:
+            scaled = get_format(format).scaled
+            yield case(
+                f"latent-write-{format}-H{H}-E{E}", format, H, E, D, 64, 512, 64, "pairs",
+                norm_queries, aligned=True, apart=scaled, counted=scaled,
+                types={"cache": stored_type(format)},
+            )  # fmt: skip
 
 
-def write_build(
-    capability: int, format: str, H: int, E: int, D: int, normed: int, *, norm_queries: bool
-) -> Build:
-    scaled = get_format(format).scaled
-    constants = constants_of(
-        format, H, E, D, 64, normed, 64, "pairs", norm_queries, aligned=True, apart=scaled,
-        counted=scaled,
-    )  # fmt: skip
-    types = {
-        "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
-        **dict.fromkeys(("q", "kv", "norm_weight"), "*bf16"),
-        **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
-        **dict.fromkeys(("kv_scale", "table", "rope_ratio"), "*fp32"),
-        "clamped": "*i64",
-        **dict.fromkeys(("eps", "factor"), "fp32"),
-    }
-    return Build(
-        f"latent-write-{format}-H{H}-E{E}", _latent_write_kernel,
-        signature_of(_latent_write_kernel, constants, types), constants, 4, 1, capability,
-        FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _latent_write_kernel,
+    fix,
+    types={
+        "*bf16": "q kv norm_weight",
+        "*i64": "positions slot_mapping clamped",
+        "*fp32": "kv_scale table rope_ratio",
+        "fp32": "eps factor",
+    },
+    cases=cases,
+    fp_fusion=False,  # a row's bytes must not depend on how the compiler contracts
+)
+SPECS = (SPEC,)

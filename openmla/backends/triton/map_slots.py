@@ -10,25 +10,19 @@ Limits    see why_not()
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import TARGETS, Build, next_power_of_2, signature_of
-from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._build import next_power_of_2
 from openmla.backends.triton._primitives import request_of
+from openmla.backends.triton._spec import Fixed, KernelSpec, case
 
-POINTERS = ("positions", "block_table", "query_start_loc", "slots", "slot_lens")
 POSITIONS = 2048  # positions per tile, at most: 8 per thread of 8 warps
 
 LAUNCHES = 1
-FP_FUSION = True
 
 
 @triton.jit(
@@ -93,7 +87,7 @@ def run(
     slots = torch.empty_like(positions)
     lens = positions.new_empty((T,))
     if T > 0:
-        launch = launch_of(K, BS, cp_size, interleave, compact)
+        launch = SPEC.launch(K, BS, cp_size, interleave, compact)
         launch(
             (T,),
             positions,
@@ -114,44 +108,28 @@ def run(
     return slots, lens
 
 
-@lru_cache(maxsize=1024)
-def launch_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> Launch:
-    constants = constants_of(K, BS, cp_size, interleave, compact)
-    return prepare(
-        _map_slots_kernel, constants, num_warps=num_warps_of(constants), num_stages=1,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-
-
-def constants_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> dict[str, Any]:
-    return {
+def fix(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> Fixed:
+    block = min(next_power_of_2(max(K, 32)), POSITIONS)
+    constants = {
         # clamped to their types, which makes no difference for 31-bit positions
         "BS": min(BS, 2**31 - 1),
         "CP_SIZE": min(cp_size, 2**32 - 1),
         "INTERLEAVE": min(interleave, 2**32 - 1),
         "COMPACT": compact,
-        "BLOCK_K": min(next_power_of_2(max(K, 32)), POSITIONS),
+        "BLOCK_K": block,
     }
+    # 8 positions per thread, 256 per warp
+    return Fixed(constants, num_warps=min(max(block // 256, 1), 8))
 
 
-def num_warps_of(constants: dict[str, Any]) -> int:
-    """Return the number of warps for 8 positions per thread, 256 per warp."""
-    return min(max(constants["BLOCK_K"] // 256, 1), 8)
-
-
-def builds() -> Iterator[Build]:
-    """Build for a single rank, and for one of eight ranks with compaction, per target."""
-    for capability in TARGETS:
-        yield map_build(capability, 2048)
-        yield map_build(capability, 2048, cp_size=8, compact=True)
-        yield map_build(capability, 512)
-
-
-def map_build(capability: int, K: int, *, cp_size: int = 1, compact: bool = False) -> Build:
-    constants = constants_of(K, 64, cp_size, 1, compact)
-    types = dict.fromkeys(POINTERS, "*i32")
-    return Build(
-        f"map-K{K}-cp{cp_size}", _map_slots_kernel,
-        signature_of(_map_slots_kernel, constants, types), constants, num_warps_of(constants), 1,
-        capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _map_slots_kernel,
+    fix,
+    types={"*i32": "positions block_table query_start_loc slots slot_lens"},
+    cases=lambda _: [  # a single rank, and one of eight with compaction
+        case(f"map-K{K}-cp{cp_size}", K, 64, cp_size, 1, cp_size > 1)
+        for K, cp_size in ((2048, 1), (2048, 8), (512, 1))
+    ],
+    fp_fusion=True,
+)
+SPECS = (SPEC,)

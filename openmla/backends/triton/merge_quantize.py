@@ -18,8 +18,6 @@ the maximum of the wrong values (_build.scattered_reductions).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -29,14 +27,10 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    Build,
     assembly,
     capability_of,
     cdiv,
-    signature_of,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import merge_weights, round_to, widen, widen_to
 from openmla.backends.triton._quantize import (
     NOT_SPECIALIZED,
@@ -47,12 +41,12 @@ from openmla.backends.triton._quantize import (
     target_rows,
     tile_columns,
 )
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.outputs import OUTPUT_FORMATS
 
 ELEMENTS = 2048  # elements per tile: 16 per thread and side
 
 LAUNCHES = 1
-FP_FUSION = True  # as in merge_states, which has the same sums; quantization has none
 
 
 @triton.jit(
@@ -128,57 +122,44 @@ def run(
         return
     sides = (out, lse, other_out, other_lse)
     double = any(side.dtype == torch.float64 for side in sides)
-    launch = launch_of(H, V, format, rows is not None, double, capability_of(values.device))
+    launch = SPEC.launch(H, V, format, rows is not None, double, capability_of(values.device))
     tiles = cdiv(n, launch.fixed["BLOCK_T"]) * cdiv(H * V, launch.fixed["COLUMNS"])
     pointers, numbers = output_arguments(values, scales, global_scale, rows, first_row)
     strides = (stride for side in sides for stride in side.stride()[:2])
     launch((tiles,), *pointers, *sides, *numbers, *strides, n)
 
 
-@lru_cache(maxsize=1024)
-def launch_of(H: int, V: int, format: str, listed: bool, double: bool, capability: int) -> Launch:
-    constants = constants_of(H, V, format, listed, double, capability)
-    return prepare(
-        _merge_quantize_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
+def fix(H: int, V: int, format: str, listed: bool, double: bool, capability: int) -> Fixed:
+    columns = tile_columns(H * V, ELEMENTS, format)
+    return Fixed(
+        {
+            "H": H,
+            "V": V,
+            "dtype": tl.float64 if double else tl.float32,
+            **output_constants(format, capability),
+            "LISTED": listed,
+            "ASM": assembly(),
+            "BLOCK_T": max(ELEMENTS // columns, 1),
+            "COLUMNS": columns,
+            "EACH": min(V & -V, columns),
+        }
     )
 
 
-def constants_of(
-    H: int, V: int, format: str, listed: bool, double: bool, capability: int
-) -> dict[str, Any]:
-    columns = tile_columns(H * V, ELEMENTS, format)
-    return {
-        "H": H,
-        "V": V,
-        "dtype": tl.float64 if double else tl.float32,
-        **output_constants(format, capability),
-        "LISTED": listed,
-        "ASM": assembly(),
-        "BLOCK_T": max(ELEMENTS // columns, 1),
-        "COLUMNS": columns,
-        "EACH": min(V & -V, columns),
-    }
+def cases(capability: int) -> Iterator[Case]:
+    """Every format, a head width that is not a power of two, and groups that span two heads."""
+    shapes = [(format, 128, 128) for format in OUTPUT_FORMATS]
+    for format, H, V in (*shapes, ("fp8_64", 64, 192), ("fp8_128", 16, 64)):
+        name = f"merge-quantize-{format}-H{H}-V{V}"
+        types = output_types(format, rows=False)
+        yield case(name, H, V, format, False, False, capability, types=types)
 
 
-def builds() -> Iterator[Build]:
-    """Build every format per target, a head width that is not a power of two, and groups that span
-    two heads."""
-    for capability in TARGETS:
-        for format in OUTPUT_FORMATS:
-            yield merge_build(capability, format, 128, 128)
-        yield merge_build(capability, "fp8_64", 64, 192)
-        yield merge_build(capability, "fp8_128", 16, 64)
-
-
-def merge_build(capability: int, format: str, H: int, V: int) -> Build:
-    constants = constants_of(H, V, format, False, False, capability)
-    types = {
-        **dict.fromkeys(("out", "other_out"), "*bf16"),
-        **dict.fromkeys(("lse", "other_lse"), "*fp32"),
-        **output_types(format, rows=False),
-    }
-    return Build(
-        f"merge-quantize-{format}-H{H}-V{V}", _merge_quantize_kernel,
-        signature_of(_merge_quantize_kernel, constants, types), constants, 4, 1, capability,
-        FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _merge_quantize_kernel,
+    fix,
+    types={"*bf16": "out other_out", "*fp32": "lse other_lse"},
+    cases=cases,
+    fp_fusion=True,  # as in merge_states, which has the same sums; quantization has none
+)
+SPECS = (SPEC,)

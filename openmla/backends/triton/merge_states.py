@@ -11,32 +11,20 @@ Limits    see why_not()
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import (
-    TARGETS,
-    Build,
-    assembly,
-    cdiv,
-    next_power_of_2,
-    signature_of,
-)
-from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._build import assembly, cdiv, next_power_of_2
 from openmla.backends.triton._primitives import merge_weights, round_to, widen_to
+from openmla.backends.triton._spec import Fixed, KernelSpec, case
 
 ELEMENTS = 2048  # elements per tile: 16 per thread and side
 ROWS = 128  # rows per tile, at most
 
 LAUNCHES = 1
-FP_FUSION = True
 
 
 # States of some tokens may not start at 16 bytes: if the number of heads is no multiple of 4.
@@ -80,7 +68,7 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     if T * H == 0:
         return
     tensors = (out, lse, other_out, other_lse)
-    launch = launch_of(H, V, double=any(t.dtype == torch.float64 for t in tensors))
+    launch = SPEC.launch(H, V, double=any(t.dtype == torch.float64 for t in tensors))
     launch(
         (cdiv(T * H, launch.fixed["BLOCK_N"]),),
         *tensors,
@@ -89,41 +77,25 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(H: int, V: int, *, double: bool) -> Launch:
-    constants = constants_of(H, V, double=double)
-    return prepare(
-        _merge_states_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
+def fix(H: int, V: int, *, double: bool) -> Fixed:
+    block_v = next_power_of_2(min(max(V, 1), ELEMENTS))
+    return Fixed(
+        {
+            "H": H,
+            "V": V,
+            "dtype": tl.float64 if double else tl.float32,
+            "ASM": assembly(),
+            "BLOCK_N": min(ELEMENTS // block_v, ROWS),
+            "BLOCK_V": block_v,
+        }
     )
 
 
-def constants_of(H: int, V: int, *, double: bool) -> dict[str, Any]:
-    block_v = next_power_of_2(min(max(V, 1), ELEMENTS))
-    return {
-        "H": H,
-        "V": V,
-        "dtype": tl.float64 if double else tl.float32,
-        "ASM": assembly(),
-        "BLOCK_N": min(ELEMENTS // block_v, ROWS),
-        "BLOCK_V": block_v,
-    }
-
-
-def builds() -> Iterator[Build]:
-    """Build for latent and expanded outputs, per target."""
-    for capability in TARGETS:
-        for H, V in ((128, 512), (128, 128)):
-            yield merge_build(capability, H, V)
-
-
-def merge_build(capability: int, H: int, V: int) -> Build:
-    constants = constants_of(H, V, double=False)
-    types = {
-        **dict.fromkeys(("out", "other_out"), "*bf16"),
-        **dict.fromkeys(("lse", "other_lse"), "*fp32"),
-    }
-    return Build(
-        f"merge-H{H}-V{V}", _merge_states_kernel,
-        signature_of(_merge_states_kernel, constants, types), constants, 4, 1, capability,
-        FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _merge_states_kernel,
+    fix,
+    types={"*bf16": "out other_out", "*fp32": "lse other_lse"},
+    cases=lambda _: [case(f"merge-H128-V{V}", 128, V, double=False) for V in (512, 128)],
+    fp_fusion=True,
+)
+SPECS = (SPEC,)

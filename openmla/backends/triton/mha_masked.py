@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import Build
-from openmla.backends.triton._mha_launch import mha_builds, run_mha, why_not_mha
+from openmla.backends.triton._mha_launch import LIST_TILES, MASKED, run_mha, why_not_mha
 
 LAUNCHES = 2  # the first lists the key tiles
 
@@ -42,5 +39,4 @@ def run(
     )  # fmt: skip
 
 
-def builds() -> Iterator[Build]:
-    yield from mha_builds(bits=True)
+SPECS = (MASKED, LIST_TILES)

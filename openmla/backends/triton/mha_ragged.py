@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import Build
-from openmla.backends.triton._mha_launch import cut_alike, mha_builds, run_mha, why_not_mha
+from openmla.backends.triton._mha_launch import RAGGED, cut_alike, run_mha, why_not_mha
 
 LAUNCHES = 1
 
@@ -43,5 +40,4 @@ def run(
     )  # fmt: skip
 
 
-def builds() -> Iterator[Build]:
-    yield from mha_builds(bits=False)
+SPECS = (RAGGED,)

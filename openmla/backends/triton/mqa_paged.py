@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +14,8 @@ from openmla.backends import Problem
 from openmla.backends.segments import Segment
 from openmla.backends.triton import _merge_parts as merge
 from openmla.backends.triton import _paged as kernels
-from openmla.backends.triton._build import (
-    TARGETS,
-    Build,
-    capability_of,
-    cdiv,
-    next_power_of_2,
-    signature_of,
-)
+from openmla.backends.triton._build import capability_of, cdiv, next_power_of_2
 from openmla.backends.triton._launch import (
-    FP_FUSION,
     inner_contiguous,
     is_aligned,
     is_wide,
@@ -30,7 +23,8 @@ from openmla.backends.triton._launch import (
     query_pieces,
     scales_of,
 )
-from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._prepare import Launch
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.backends.triton._tiles import (
     E4M3,
     EIGHT_BITS_ON,
@@ -87,13 +81,9 @@ def schedule_of(
     unit = cdiv(run_length, config.block_n) * config.block_n or unit_of(config)
     programs = max(occupancy(config) * max(units, 1) // tiles, 1)
     fixed = run_length > 0
-    constants = paged_constants(
+    launch = SPEC.launch(
         shape, config, format, BS, tokens, causal=causal, fixed=fixed, aligned=aligned, wide=wide,
         scales=scales,
-    )  # fmt: skip
-    launch = prepare(
-        kernels._paged_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages,
-        enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
     merged = merge.prepare_merge(
         T, H, C, rows=tiles * config.block_h, items=B * cdiv(max_query_len, tokens),
@@ -181,11 +171,11 @@ def unit_of(config: Config) -> int:
     return 2 * config.block_n if config.block_n < 64 else config.block_n
 
 
-def paged_constants(
+def fix(
     shape: Shape, config: Config, format: str, BS: int, tokens: int, *, causal: bool, fixed: bool,
     aligned: bool, wide: bool, scales: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    return {
+) -> Fixed:  # fmt: skip
+    constants = {
         **tile_constants(shape, config, aligned=aligned, wide=wide),
         "FORMAT": STORED_AS[format],
         "BS": BS,
@@ -196,41 +186,40 @@ def paged_constants(
         "BLOCK_T": next_power_of_2(tokens),
         "Q_SCALES": scales,
     }
+    return Fixed(constants, config.num_warps, config.num_stages)
 
 
-def builds() -> Iterator[Build]:
-    kernel: Any = kernels._paged_kernel
-    types = {
-        **dict.fromkeys(("q", "out"), "*bf16"),
-        **dict.fromkeys(("lse", "part", "part_lse", "kv_scale", "q_scale"), "*fp32"),
-        **dict.fromkeys(("query_start_loc", "seq_lens", "table", "spans"), "*i32"),
-        "qk_scale": "fp32",
-    }
-    for capability in TARGETS:
-        cases = [(torch.bfloat16, format) for format in ("bf16", "fp8", "fp8_ds_mla")]
-        if capability in EIGHT_BITS_ON:
-            cases += [(E4M3, "fp8"), (E4M3, "fp8_ds_mla")]
-        for dtype, format in cases:
-            stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
-            eight = dtype == E4M3
-            own_types = {**types, "q": "*u8" if eight else "*bf16", "cache": stored}
-            for H, new in ((16, 1), (128, 1), (8, 4)):
-                shape = shape_of(dtype, [format], H, 576, 512)
-                config, tokens = tile_of(shape, capability, format, new, 0)
-                constants = paged_constants(
-                    shape, config, format, 64, tokens, causal=True, fixed=False, aligned=True,
-                    wide=False, scales=2 * eight,
-                )  # fmt: skip
-                yield Build(
-                    f"paged-{format}{'-e4m3' * eight}-H{H}x{new}-D576", kernel,
-                    signature_of(kernel, constants, own_types), constants,
-                    config.num_warps, config.num_stages, capability, FP_FUSION,
-                )  # fmt: skip
-        for most_runs, T, fixed in ((8, 64, False), (132, 1, False), (8, 1, True), (8, 64, True)):
-            merging, constants, warps = merge.merge_build(most_runs, T, 128, 512, fixed=fixed)
-            constants |= {"SINK": False, "OVERLAPPED": False}
-            own = {"out": "*bf16", "spans": "*i32", "sink": "*fp32"}
-            own |= dict.fromkeys(("part", "part_lse", "lse"), "*fp32")
-            name = f"merge-parts-{most_runs}-T{T}{'-fixed' if fixed else ''}"
-            signature = signature_of(merging, constants, own)
-            yield Build(name, merging, signature, constants, warps, 3, capability, merge.FP_FUSION)
+def cases(capability: int) -> Iterator[Case]:
+    """Few heads and many, and few with draft tokens; 16-bit queries and e4m3."""
+    found = [(torch.bfloat16, format) for format in ("bf16", "fp8", "fp8_ds_mla")]
+    if capability in EIGHT_BITS_ON:
+        found += [(E4M3, "fp8"), (E4M3, "fp8_ds_mla")]
+    for (dtype, format), (H, new) in product(found, ((16, 1), (128, 1), (8, 4))):
+        eight = dtype == E4M3
+        shape = shape_of(dtype, [format], H, 576, 512)
+        config, tokens = tile_of(shape, capability, format, new, 0)
+        yield case(
+            f"paged-{format}{'-e4m3' * eight}-H{H}x{new}-D576", shape, config, format, 64, tokens,
+            causal=True, fixed=False, aligned=True, wide=False, scales=2 * eight,
+            types={
+                "q": "*u8" if eight else "*bf16",
+                "cache": "*bf16" if STORED_AS[format] == PLAIN else "*u8",
+            },
+        )  # fmt: skip
+
+
+SPEC = KernelSpec(
+    kernels._paged_kernel,
+    fix,
+    types={
+        "*bf16": "out",
+        "*fp32": "lse part part_lse kv_scale q_scale",
+        "*i32": "query_start_loc seq_lens table spans",
+        "fp32": "qk_scale",
+    },
+    cases=cases,
+    fp_fusion=True,
+)
+
+
+SPECS = (SPEC, merge.PARTS, merge.FIXED)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.segments import Segment
-from openmla.backends.triton._build import Build
 from openmla.backends.triton._decoded import decoded
-from openmla.backends.triton._latent_builds import latent_builds, merge_builds
-from openmla.backends.triton._launch import run_latent
+from openmla.backends.triton._launch import SPEC, run_latent
+from openmla.backends.triton._runs import MERGE
 from openmla.backends.triton._tiles import why_not_latent
 
 LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
@@ -60,6 +59,4 @@ def run(
     )
 
 
-def builds() -> Iterator[Build]:
-    yield from latent_builds("slots", "positions", "window positions", "window prefix")
-    yield from merge_builds()
+SPECS = (SPEC, MERGE)

@@ -12,29 +12,18 @@ Bits are set by atomics, whose order does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import (
-    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    Build,
-    next_power_of_2,
-    signature_of,
-)
-from openmla.backends.triton._prepare import prepare
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT, next_power_of_2
+from openmla.backends.triton._spec import Fixed, KernelSpec, case
 
-POINTERS = ("topk_positions", "key_starts", "key_lens", "mask")
 POSITIONS = 2048  # positions per tile, at most: 8 per thread of 8 warps
 WORDS = 1024  # words cleared at a time
 
 LAUNCHES = 1
-FP_FUSION = True
 
 
 @triton.jit(
@@ -73,15 +62,7 @@ def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_wor
     T, K = topk_positions.shape
     mask = topk_positions.new_empty((T, num_words))
     if T * num_words > 0:
-        constants = constants_of(K)
-        launch = prepare(
-            _pack_mask_kernel,
-            constants,
-            num_warps=num_warps_of(constants),
-            num_stages=1,
-            enable_fp_fusion=FP_FUSION,
-        )
-        launch(
+        SPEC.launch(K)(
             (T,),
             topk_positions,
             key_starts.contiguous(),
@@ -94,28 +75,19 @@ def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_wor
     return mask
 
 
-def constants_of(K: int) -> dict[str, Any]:
+def fix(K: int) -> Fixed:
     """Return constants that do not depend on the words per row: a longer context must not recompile
     the kernel."""
-    return {"BLOCK_K": min(next_power_of_2(max(K, 32)), POSITIONS), "BLOCK_W": WORDS}
+    block = min(next_power_of_2(max(K, 32)), POSITIONS)
+    # 8 positions per thread, 256 per warp
+    return Fixed({"BLOCK_K": block, "BLOCK_W": WORDS}, num_warps=min(max(block // 256, 1), 8))
 
 
-def num_warps_of(constants: dict[str, Any]) -> int:
-    """Return the number of warps for 8 positions per thread, 256 per warp."""
-    return min(max(constants["BLOCK_K"] // 256, 1), 8)
-
-
-def builds() -> Iterator[Build]:
-    """Build for the selections of V3.2 and V4."""
-    for capability in TARGETS:
-        for K in (2048, 512):
-            yield pack_build(capability, K)
-
-
-def pack_build(capability: int, K: int) -> Build:
-    constants = constants_of(K)
-    types = dict.fromkeys(POINTERS, "*i32")
-    return Build(
-        f"pack-K{K}", _pack_mask_kernel, signature_of(_pack_mask_kernel, constants, types),
-        constants, num_warps_of(constants), 1, capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _pack_mask_kernel,
+    fix,
+    types={"*i32": "topk_positions key_starts key_lens mask"},
+    cases=lambda _: [case(f"pack-K{K}", K) for K in (2048, 512)],  # V3.2 and V4
+    fp_fusion=True,
+)
+SPECS = (SPEC,)

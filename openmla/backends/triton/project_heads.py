@@ -11,7 +11,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.kernels import Variant
-from openmla.backends.triton._build import SHARED_MEMORY, TARGETS, TYPES, Build, cdiv, signature_of
+from openmla.backends.triton._build import SHARED_MEMORY, TYPES, cdiv
 from openmla.backends.triton._head_weights import (
     FEW_OF_FIXED,
     FEW_TOKENS,
@@ -31,16 +31,16 @@ from openmla.backends.triton._head_weights import (
     config_of,
     fixed_config,
     project_tile,
+    tile_constants,
     weight_constants,
     weights_of,
     why_not_weights,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import round_to
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.hardware import shared_memory
 
 LAUNCHES = 1
-FP_FUSION = True  # the same sums as in project_quantize
 COLUMNS_AT_ONCE = tl.constexpr(8)  # tiles of them
 
 
@@ -93,7 +93,7 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: boo
     KB, NB = (1, 1) if w_scale is None else w_scale.shape[1:]
     few = T <= FEW_OF_FIXED if fixed else T <= FEW_TOKENS
     room = shared_memory(x.device) if fixed else 0
-    launch = launch_of(
+    launch = SPEC.launch(
         x.dtype, few, H, w.shape[1], N, KB, NB,
         eight_bits=w_scale is not None, by_columns=w.stride(2) == 1, fixed=fixed, room=room,
         float32_out=out.dtype != x.dtype,
@@ -107,92 +107,69 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: boo
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
-def launch_of(
+def fix(
     dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
     eight_bits: bool, by_columns: bool, fixed: bool = False, room: int = 0,
     float32_out: bool = False,
-) -> Launch:  # fmt: skip
-    constants, warps, stages = constants_of(
-        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed,
-        room=room, float32_out=float32_out,
-    )  # fmt: skip
-    return prepare(
-        _project_heads_kernel, constants, num_warps=warps, num_stages=stages,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-
-
-def constants_of(
-    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
-    eight_bits: bool, by_columns: bool, fixed: bool, room: int = 0, float32_out: bool = False,
-) -> tuple[dict[str, Any], int, int]:  # fmt: skip
-    """With the warps and stages that go with them; `fixed`: bits do not depend on the tokens, and
-    so much shared memory is there for loads in flight."""
+) -> Fixed:  # fmt: skip
+    """`fixed`: bits do not depend on the tokens, and so much shared memory is there for loads in
+    flight."""
+    sizes = dtype, few, H, K, N, KB
     if fixed:
-        config = fixed_config(
-            dtype, few, H, K, N, KB, eight_bits=eight_bits, room=room, float32_out=float32_out
-        )
+        config = fixed_config(*sizes, eight_bits=eight_bits, room=room, float32_out=float32_out)
     else:
-        config = config_of(dtype, few, H, K, N, KB, eight_bits=eight_bits)
-    constants = weight_constants(
-        dtype, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
-    ) | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
-    constants["MASKED"] = fixed
-    return constants, config.num_warps, config.num_stages
+        config = config_of(*sizes, eight_bits=eight_bits)
+    constants = {
+        **weight_constants(dtype, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns),
+        **tile_constants(config),
+        "MASKED": fixed,
+    }
+    return Fixed(constants, config.num_warps, config.num_stages)
 
 
-def builds() -> Iterator[Build]:
+def cases(capability: int) -> Iterator[Case]:
     """Queries into latent space and outputs out of it, with a scale per head and with blocks, of
     few tokens and of many; weights in 16 bits."""
-    for capability in TARGETS:
-        for H, few in ((128, True), (128, False), (16, True)):
-            for K, N, by_columns in ((128, 512, True), (512, 128, False)):
-                yield project_build(capability, few, H, K, N, by_columns=by_columns)
-                yield project_build(capability, few, H, K, N, 128, by_columns=by_columns)
-        yield project_build(capability, True, 128, 128, 512, eight_bits=False, by_columns=True)
-        yield project_build(capability, True, 16, 512, 128, by_columns=False, dtype=torch.float32)
-        # whose bits do not depend on the tokens: w_uk, w_uv, kv_b_proj, q_a_proj
-        for few, (H, K, N, by_columns) in product(
-            (True, False),
-            ((128, 128, 512, True), (128, 512, 128, False), (1, 512, 32768, False),
-             (1, 7168, 1536, False)),
-        ):  # fmt: skip
-            yield project_build(
-                capability, few, H, K, N, eight_bits=False, by_columns=by_columns, fixed=True
-            )
-        # and the sum of a row's squares; a compressor's projection
-        yield project_build(
-            capability, False, 1, 1536, 1, eight_bits=False, by_columns=True, dtype=torch.float32,
-            fixed=True,
-        )  # fmt: skip
-        yield project_build(
-            capability, False, 1, 7168, 1024, eight_bits=False, by_columns=False, fixed=True,
-            wide=True,
-        )  # fmt: skip
+    room = SHARED_MEMORY[capability]
+    for (H, few), (K, N), block in product(
+        ((128, True), (128, False), (16, True)), ((128, 512), (512, 128)), (0, 128)
+    ):
+        yield project_case(room, few, H, K, N, block, by_columns=N == 512)
+    yield project_case(room, True, 128, 128, 512, eight_bits=False, by_columns=True)
+    yield project_case(room, True, 16, 512, 128, by_columns=False, dtype=torch.float32)
+    # whose bits do not depend on the tokens: w_uk, w_uv, kv_b_proj, q_a_proj
+    fixed: dict[str, Any] = {"eight_bits": False, "fixed": True}
+    for few, (H, K, N) in product(
+        (True, False), ((128, 128, 512), (128, 512, 128), (1, 512, 32768), (1, 7168, 1536))
+    ):
+        yield project_case(room, few, H, K, N, by_columns=N == 512, **fixed)
+    # and the sum of a row's squares; a compressor's projection
+    yield project_case(room, False, 1, 1536, 1, by_columns=True, dtype=torch.float32, **fixed)
+    yield project_case(room, False, 1, 7168, 1024, by_columns=False, wide=True, **fixed)
 
 
-def project_build(
-    capability: int, few: bool, H: int, K: int, N: int, block: int = 0, *,
-    eight_bits: bool = True, by_columns: bool, dtype: torch.dtype = torch.bfloat16,
-    fixed: bool = False, wide: bool = False,
-) -> Build:  # fmt: skip
+def project_case(
+    room: int, few: bool, H: int, K: int, N: int, block: int = 0, *, eight_bits: bool = True,
+    by_columns: bool, dtype: torch.dtype = torch.bfloat16, fixed: bool = False, wide: bool = False,
+) -> Case:  # fmt: skip
     KB, NB = (K // block, N // block) if block else (1, 1)
-    constants, warps, stages = constants_of(
-        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed,
-        room=SHARED_MEMORY[capability], float32_out=wide,
-    )  # fmt: skip
     own = "*" + TYPES[dtype]
-    types = {
-        "out": "*fp32" if wide else own,
-        "x": own,
-        "w": "*u8" if eight_bits else own,
-        "w_scale": "*fp32" if eight_bits else own,
-    }
     name = f"project-H{H}-{K}x{N}-{'few' if few else 'many'}{'-fixed' * fixed}{'-wide' * wide}"
     name += (f"-blocks{block}" if block else "-fp8") if eight_bits else ""
     name += "" if eight_bits and dtype == torch.bfloat16 else f"-{TYPES[dtype]}"
-    return Build(
-        name, _project_heads_kernel, signature_of(_project_heads_kernel, constants, types),
-        constants, warps, stages, capability, FP_FUSION,
+    types = {"x": own, "out": "*fp32" if wide else own}
+    types |= {"w": "*u8", "w_scale": "*fp32"} if eight_bits else {"w": own, "w_scale": own}
+    return case(
+        name, dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns,
+        fixed=fixed, room=room, float32_out=wide, types=types,
     )  # fmt: skip
+
+
+SPEC = KernelSpec(
+    _project_heads_kernel,
+    fix,
+    types={},
+    cases=cases,
+    fp_fusion=True,  # the same sums as in project_quantize
+)
+SPECS = (SPEC,)

@@ -13,8 +13,6 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -25,12 +23,9 @@ from openmla.backends import Problem
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     SHARED_MEMORY,
-    TARGETS,
-    Build,
     capability_of,
     cdiv,
     nearest_target,
-    signature_of,
 )
 from openmla.backends.triton._head_weights import (
     FEW_TOKENS,
@@ -38,11 +33,11 @@ from openmla.backends.triton._head_weights import (
     Product,
     config_of,
     project_tile,
+    tile_constants,
     weight_constants,
     weights_of,
     why_not_weights,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import round_to, widen
 from openmla.backends.triton._quantize import (
     NOT_SPECIALIZED,
@@ -52,10 +47,10 @@ from openmla.backends.triton._quantize import (
     store_quantized,
     target_rows,
 )
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.outputs import get_output_format
 
 LAUNCHES = 1
-FP_FUSION = True  # float32 is summed as torch sums it; no quantiser adds to a product
 
 
 @triton.jit(
@@ -120,7 +115,7 @@ def run(
     if n * H * V == 0:
         return
     KB, NB = (1, 1) if w_scale is None else w_scale.shape[1:]
-    launch = launch_of(
+    launch = SPEC.launch(
         out_latent.dtype, n <= FEW_TOKENS, H, C, V, KB, NB, format,
         eight_bits=w_scale is not None, by_columns=w_uv.stride(2) == 1, listed=rows is not None,
         capability=capability_of(values.device),
@@ -134,73 +129,48 @@ def run(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
-def launch_of(
+def fix(
     dtype: torch.dtype, few: bool, H: int, C: int, V: int, KB: int, NB: int, format: str, *,
     eight_bits: bool, by_columns: bool, listed: bool, capability: int,
-) -> Launch:  # fmt: skip
-    constants, warps, stages = constants_of(
-        dtype, few, H, C, V, KB, NB, format,
-        eight_bits=eight_bits, by_columns=by_columns, listed=listed, capability=capability,
-    )  # fmt: skip
-    return prepare(
-        _project_quantize_kernel, constants, num_warps=warps, num_stages=stages,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-
-
-def constants_of(
-    dtype: torch.dtype, few: bool, H: int, C: int, V: int, KB: int, NB: int, format: str, *,
-    eight_bits: bool, by_columns: bool, listed: bool, capability: int,
-) -> tuple[dict[str, Any], int, int]:  # fmt: skip
-    """With the warps and stages that go with them; rows are cut as project_heads cuts them."""
+) -> Fixed:  # fmt: skip
+    """Rows are cut as project_heads cuts them."""
     group = get_output_format(format).group
     room = SHARED_MEMORY[nearest_target(capability)]
     config = config_of(dtype, few, H, C, V, KB, eight_bits=eight_bits, least_n=group, room=room)
-    weights = weight_constants(dtype, C, V, KB, NB, eight_bits=eight_bits, by_columns=by_columns)
     constants = {
-        **weights,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
+        **weight_constants(dtype, C, V, KB, NB, eight_bits=eight_bits, by_columns=by_columns),
+        **tile_constants(config),
         **output_constants(format, capability),
         "LISTED": listed,
     }
-    return constants, config.num_warps, config.num_stages
+    return Fixed(constants, config.num_warps, config.num_stages)
 
 
-def builds() -> Iterator[Build]:
+def cases(capability: int) -> Iterator[Case]:
     """Every kind of format, with a scale per head; few tokens and many, with blocks, with listed
     rows, of weights in 16 bits."""
-    for capability in TARGETS:
-        for format in ("fp8", "fp8_128", "fp8_64_pow2", "nvfp4"):
-            yield project_build(capability, True, 128, format)
-        yield project_build(capability, False, 128, "nvfp4")
-        yield project_build(capability, True, 16, "fp8_128", block=128)
-        yield project_build(capability, False, 128, "fp8_128", block=128, listed=True)
-        yield project_build(capability, True, 128, "fp8_128", eight_bits=False)
-
-
-def project_build(
-    capability: int, few: bool, H: int, format: str, *,
-    block: int = 0, eight_bits: bool = True, listed: bool = False,
-) -> Build:  # fmt: skip
     C, V = 512, 128
-    KB, NB = (C // block, V // block) if block else (1, 1)
-    constants, warps, stages = constants_of(
-        torch.bfloat16, few, H, C, V, KB, NB, format,
-        eight_bits=eight_bits, by_columns=False, listed=listed, capability=capability,
-    )  # fmt: skip
-    types = {
-        "x": "*bf16",
-        "w": "*u8" if eight_bits else "*bf16",
-        "w_scale": "*fp32" if eight_bits else "*bf16",
-        **output_types(format, rows=listed),
-    }
-    name = f"project-quantize-{format}-H{H}-{'few' if few else 'many'}"
-    name += (f"-blocks{block}" if block else "-fp8") if eight_bits else "-bf16"
-    return Build(
-        f"{name}{'-listed' if listed else ''}", _project_quantize_kernel,
-        signature_of(_project_quantize_kernel, constants, types), constants, warps, stages,
-        capability, FP_FUSION,
-    )  # fmt: skip
+    for few, H, format, weights, listed in (
+        (True, 128, "fp8", "fp8", False), (True, 128, "fp8_128", "fp8", False),
+        (True, 128, "fp8_64_pow2", "fp8", False), (True, 128, "nvfp4", "fp8", False),
+        (False, 128, "nvfp4", "fp8", False), (True, 16, "fp8_128", "blocks128", False),
+        (False, 128, "fp8_128", "blocks128", True), (True, 128, "fp8_128", "bf16", False),
+    ):  # fmt: skip
+        KB, NB = (C // 128, V // 128) if weights == "blocks128" else (1, 1)
+        name = f"project-quantize-{format}-H{H}-{'few' if few else 'many'}-{weights}"
+        own = {"w": "*bf16", "w_scale": "*bf16"} if weights == "bf16" else {}
+        yield case(
+            name + "-listed" * listed, torch.bfloat16, few, H, C, V, KB, NB, format,
+            eight_bits=weights != "bf16", by_columns=False, listed=listed, capability=capability,
+            types={**own, **output_types(format, rows=listed)},
+        )  # fmt: skip
+
+
+SPEC = KernelSpec(
+    _project_quantize_kernel,
+    fix,
+    types={"*bf16": "x", "*u8": "w", "*fp32": "w_scale"},
+    cases=cases,
+    fp_fusion=True,  # float32 is summed as torch sums it; no quantizer adds to a product
+)
+SPECS = (SPEC,)

@@ -13,7 +13,6 @@ P is split into a power of two and the rest, so that 192 columns are 128 and 64.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,22 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import (
-    GFX942,
-    TARGETS,
-    Build,
-    assembly,
-    capability_of,
-    cdiv,
-    next_power_of_2,
-    signature_of,
-)
-from openmla.backends.triton._prepare import Launch, Piece, prepare
+from openmla.backends.triton._build import GFX942, assembly, capability_of, cdiv, next_power_of_2
+from openmla.backends.triton._prepare import Piece
 from openmla.backends.triton._primitives import decode_e4m3, widen
 from openmla.backends.triton._quantize import E4M3_MAX, FIRST_CVT, encode_fp8
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 
 LAUNCHES = 1
-FP_FUSION = False  # bytes must not depend on how the compiler contracts
 BLOCK_S = 16  # rows per program
 BLOCK_KEYS = 64  # rows per program if values are contiguous along rows: bytes stored together
 SMALLEST = tl.constexpr(2.0**-60)  # lower bound of a row's largest magnitude
@@ -140,7 +130,7 @@ def run(
     if S * H == 0:
         return
     by_row, by_keys = row_scale is not None, values.stride(2) != 1
-    launch = launch_of(H, P, R, by_row, by_keys, capability_of(x.device))
+    launch = SPEC.launch(H, P, R, by_row, by_keys, capability_of(x.device))
     same: Any = x
     if shared is not None:
         same = Piece(shared, 0, torch.uint8) if shared.dtype == E4M3 else shared
@@ -163,24 +153,9 @@ def run(
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(H: int, P: int, R: int, by_row: bool, by_keys: bool, capability: int) -> Launch:
-    constants = constants_of(H, P, R, by_row, by_keys, capability)
-    return prepare(
-        _quantize_heads_kernel, constants, num_warps=warps_of(by_keys), num_stages=1,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-
-
-def warps_of(by_keys: bool) -> int:
-    return 8 if by_keys else 4
-
-
-def constants_of(
-    H: int, P: int, R: int, by_row: bool, by_keys: bool, capability: int
-) -> dict[str, Any]:
+def fix(H: int, P: int, R: int, by_row: bool, by_keys: bool, capability: int) -> Fixed:
     first = next_power_of_2(P + 1) // 2
-    return {
+    constants = {
         "H": H,
         "FIRST": first,
         "REST": P - first,
@@ -192,29 +167,27 @@ def constants_of(
         "BLOCK_REST": next_power_of_2(P - first),
         "BLOCK_R": next_power_of_2(R),
     }
+    return Fixed(constants, num_warps=8 if by_keys else 4)
 
 
-def builds() -> Iterator[Build]:
-    """Build for queries, keys and values of V3, and for keys of an fp8 cache, per target."""
-    for capability in TARGETS:
-        yield heads_build(capability, "queries", 192, 0, by_row=True)
-        yield heads_build(capability, "keys", 128, 64, by_row=False)
-        yield heads_build(capability, "cached-keys", 128, 64, by_row=False, shared="u8")
-        yield heads_build(capability, "values", 128, 0, by_row=False, by_keys=True)
+def cases(capability: int) -> Iterator[Case]:
+    """Queries, keys and values of V3, and keys of an fp8 cache."""
+    for name, P, R, by_row, by_keys, shared in (
+        ("queries", 192, 0, True, False, "bf16"), ("keys", 128, 64, False, False, "bf16"),
+        ("cached-keys", 128, 64, False, False, "u8"), ("values", 128, 0, False, True, "bf16"),
+    ):  # fmt: skip
+        yield case(
+            f"quantize-heads-{name}", 128, P, R, by_row, by_keys, capability,
+            types={"shared": f"*{shared}"},
+            constants={"values_token" if by_keys else "values_column": 1},
+        )  # fmt: skip
 
 
-def heads_build(
-    capability: int, name: str, P: int, R: int, *, by_row: bool, by_keys: bool = False,
-    shared: str = "bf16",
-) -> Build:  # fmt: skip
-    constants = constants_of(128, P, R, by_row, by_keys, capability)
-    constants["values_token" if by_keys else "values_column"] = 1
-    types = {
-        "values": "*u8", "x": "*bf16", "shared": f"*{shared}",
-        **dict.fromkeys(("row_scale", "head_scale"), "*fp32"), "requests": "*i64",
-    }  # fmt: skip
-    return Build(
-        f"quantize-heads-{name}", _quantize_heads_kernel,
-        signature_of(_quantize_heads_kernel, constants, types), constants,
-        warps_of(by_keys), 1, capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _quantize_heads_kernel,
+    fix,
+    types={"*u8": "values", "*bf16": "x", "*fp32": "row_scale head_scale", "*i64": "requests"},
+    cases=cases,
+    fp_fusion=False,  # bytes must not depend on how the compiler contracts
+)
+SPECS = (SPEC,)

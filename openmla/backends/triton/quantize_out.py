@@ -12,8 +12,6 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -22,14 +20,10 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    Build,
     assembly,
     capability_of,
     cdiv,
-    signature_of,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import widen
 from openmla.backends.triton._quantize import (
     NOT_SPECIALIZED,
@@ -40,12 +34,12 @@ from openmla.backends.triton._quantize import (
     target_rows,
     tile_columns,
 )
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 from openmla.outputs import OUTPUT_FORMATS
 
 ELEMENTS = 2048  # elements per tile: 16 per thread
 
 LAUNCHES = 1
-FP_FUSION = False  # bytes must not depend on how the compiler contracts
 
 
 @triton.jit(
@@ -91,46 +85,40 @@ def run(
     n, H, V = out.shape
     if n * H * V == 0:
         return
-    launch = launch_of(H, V, format, rows is not None, capability_of(values.device))
+    launch = SPEC.launch(H, V, format, rows is not None, capability_of(values.device))
     tiles = cdiv(n, launch.fixed["BLOCK_T"]) * cdiv(H * V, launch.fixed["COLUMNS"])
     pointers, numbers = output_arguments(values, scales, global_scale, rows, first_row)
     launch((tiles,), *pointers, out, *numbers, out.stride(0), out.stride(1), n)
 
 
-@lru_cache(maxsize=1024)
-def launch_of(H: int, V: int, format: str, listed: bool, capability: int) -> Launch:
-    constants = constants_of(H, V, format, listed, capability)
-    return prepare(
-        _quantize_out_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
+def fix(H: int, V: int, format: str, listed: bool, capability: int) -> Fixed:
+    columns = tile_columns(H * V, ELEMENTS, format)
+    return Fixed(
+        {
+            "H": H,
+            "V": V,
+            **output_constants(format, capability),
+            "LISTED": listed,
+            "ASM": assembly(),
+            "BLOCK_T": max(ELEMENTS // columns, 1),
+            "COLUMNS": columns,
+        }
     )
 
 
-def constants_of(H: int, V: int, format: str, listed: bool, capability: int) -> dict[str, Any]:
-    columns = tile_columns(H * V, ELEMENTS, format)
-    return {
-        "H": H,
-        "V": V,
-        **output_constants(format, capability),
-        "LISTED": listed,
-        "ASM": assembly(),
-        "BLOCK_T": max(ELEMENTS // columns, 1),
-        "COLUMNS": columns,
-    }
+def cases(capability: int) -> Iterator[Case]:
+    """Every format, and one with listed rows."""
+    for format, listed in (*((format, False) for format in OUTPUT_FORMATS), ("fp8_128", True)):
+        name = f"quantize-{format}-H128-V128{'-listed' * listed}"
+        types = output_types(format, rows=listed)
+        yield case(name, 128, 128, format, listed, capability, types=types)
 
 
-def builds() -> Iterator[Build]:
-    """Build every format per target, and one with listed rows."""
-    for capability in TARGETS:
-        for format in OUTPUT_FORMATS:
-            yield quantize_build(capability, format, 128, 128, listed=False)
-        yield quantize_build(capability, "fp8_128", 128, 128, listed=True)
-
-
-def quantize_build(capability: int, format: str, H: int, V: int, *, listed: bool) -> Build:
-    constants = constants_of(H, V, format, listed, capability)
-    types = {"out": "*bf16", **output_types(format, rows=listed)}
-    return Build(
-        f"quantize-{format}-H{H}-V{V}{'-listed' if listed else ''}", _quantize_out_kernel,
-        signature_of(_quantize_out_kernel, constants, types), constants, 4, 1, capability,
-        FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _quantize_out_kernel,
+    fix,
+    types={"*bf16": "out"},
+    cases=cases,
+    fp_fusion=False,  # bytes must not depend on how the compiler contracts
+)
+SPECS = (SPEC,)

@@ -10,26 +10,21 @@ Limits    see why_not()
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import TARGETS, Build, cdiv, next_power_of_2, signature_of
-from openmla.backends.triton._prepare import Launch, Piece, prepare
+from openmla.backends.triton._build import cdiv, next_power_of_2
+from openmla.backends.triton._prepare import Piece
 from openmla.backends.triton._primitives import encode_e4m3, widen
+from openmla.backends.triton._spec import Fixed, KernelSpec, case
 
 LAUNCHES = 1
-FP_FUSION = False  # bytes must not depend on how the compiler contracts
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 4096  # columns of a row, held in registers
 BLOCK_H = 4
-NUM_WARPS = 4
 E4M3_MAX = tl.constexpr(448.0)
 SMALLEST = tl.constexpr(1e-10)  # lower bound of a row's largest value
 
@@ -81,7 +76,7 @@ def run(latent: Tensor, q_pe: Tensor, q_scale: Tensor | None) -> tuple[Tensor, T
     q = latent.new_empty((T, H, C + R), dtype=torch.float8_e4m3fn)
     scale = latent.new_empty((T, H), dtype=torch.float32)
     if T * H:
-        launch_of(H, C, R, q_scale is not None)(
+        SPEC.launch(H, C, R, q_scale is not None)(
             (cdiv(T * H, BLOCK_H),),
             Piece(q, 0, torch.uint8),
             scale,
@@ -97,37 +92,28 @@ def run(latent: Tensor, q_pe: Tensor, q_scale: Tensor | None) -> tuple[Tensor, T
     return q, scale
 
 
-@lru_cache(maxsize=1024)
-def launch_of(H: int, C: int, R: int, given: bool) -> Launch:
-    return prepare(
-        _quantize_queries_kernel, constants_of(H, C, R, given), num_warps=NUM_WARPS, num_stages=1,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
+def fix(H: int, C: int, R: int, given: bool) -> Fixed:
+    return Fixed(
+        {
+            "H": H,
+            "C": C,
+            "R": R,
+            "GIVEN": given,
+            "BLOCK_H": BLOCK_H,
+            "BLOCK_C": next_power_of_2(C),
+            "BLOCK_R": next_power_of_2(R),
+        }
+    )
 
 
-def constants_of(H: int, C: int, R: int, given: bool) -> dict[str, Any]:
-    return {
-        "H": H,
-        "C": C,
-        "R": R,
-        "GIVEN": given,
-        "BLOCK_H": BLOCK_H,
-        "BLOCK_C": next_power_of_2(C),
-        "BLOCK_R": next_power_of_2(R),
-    }
-
-
-def builds() -> Iterator[Build]:
-    types = {
-        "q": "*u8",
-        **dict.fromkeys(("latent", "q_pe"), "*bf16"),
-        **dict.fromkeys(("scale", "q_scale"), "*fp32"),
-    }
-    for capability in TARGETS:
-        for given in (False, True):
-            constants = constants_of(128, 512, 64, given)
-            yield Build(
-                f"quantize-queries{'-given' * given}-H128-D576", _quantize_queries_kernel,
-                signature_of(_quantize_queries_kernel, constants, types), constants, NUM_WARPS, 1,
-                capability, FP_FUSION,
-            )  # fmt: skip
+SPEC = KernelSpec(
+    _quantize_queries_kernel,
+    fix,
+    types={"*u8": "q", "*bf16": "latent q_pe", "*fp32": "scale q_scale"},
+    cases=lambda _: [
+        case(f"quantize-queries{'-given' * given}-H128-D576", 128, 512, 64, given)
+        for given in (False, True)
+    ],
+    fp_fusion=False,  # bytes must not depend on how the compiler contracts
+)
+SPECS = (SPEC,)

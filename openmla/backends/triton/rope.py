@@ -10,10 +10,6 @@ Limits    none
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,20 +18,16 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
-    TARGETS,
-    Build,
     assembly,
     cdiv,
     next_power_of_2,
-    signature_of,
 )
-from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen_to
+from openmla.backends.triton._spec import Fixed, KernelSpec, case
 
 ELEMENTS = 4096  # elements per tile: 32 per thread of 4 warps, 1024 per warp
 
 LAUNCHES = 1
-FP_FUSION = True
 
 
 @triton.jit(do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
@@ -83,7 +75,7 @@ def run(x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: b
     _, H, R = x.shape
     if positions.shape[0] * H * R == 0:
         return
-    launch = launch_of(
+    launch = SPEC.launch(
         H, R, pairing=pairing, inverse=inverse, double=torch.float64 in (x.dtype, table.dtype)
     )
     launch(
@@ -98,17 +90,7 @@ def run(x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: b
     )
 
 
-@lru_cache(maxsize=1024)
-def launch_of(H: int, R: int, **kind: Any) -> Launch:
-    constants, num_warps = constants_of(H, R, **kind)
-    return prepare(
-        _rope_kernel, constants, num_warps=num_warps, num_stages=1, enable_fp_fusion=FP_FUSION
-    )
-
-
-def constants_of(
-    H: int, R: int, *, pairing: str, inverse: bool, double: bool
-) -> tuple[dict[str, Any], int]:
+def fix(H: int, R: int, *, pairing: str, inverse: bool, double: bool) -> Fixed:
     block_i = next_power_of_2(R // 2)
     block_h = min(next_power_of_2(H), max(ELEMENTS // (2 * block_i), 1))
     constants = {
@@ -121,20 +103,17 @@ def constants_of(
         "BLOCK_H": block_h,
         "BLOCK_I": block_i,
     }
-    return constants, min(max(block_h * 2 * block_i // 1024, 1), 4)
+    return Fixed(constants, num_warps=min(max(block_h * 2 * block_i // 1024, 1), 4))
 
 
-def builds() -> Iterator[Build]:
-    """Build for the models' queries with both pairings, per target."""
-    for capability in TARGETS:
-        for pairing in ("pairs", "halves"):
-            yield rope_build(capability, 128, 64, pairing)
-
-
-def rope_build(capability: int, H: int, R: int, pairing: str) -> Build:
-    constants, num_warps = constants_of(H, R, pairing=pairing, inverse=False, double=False)
-    types = {"x": "*bf16", "positions": "*i64", "table": "*fp32"}
-    return Build(
-        f"rope-{pairing}-H{H}-R{R}", _rope_kernel, signature_of(_rope_kernel, constants, types),
-        constants, num_warps, 1, capability, FP_FUSION,
-    )  # fmt: skip
+SPEC = KernelSpec(
+    _rope_kernel,
+    fix,
+    types={"*bf16": "x", "*i64": "positions", "*fp32": "table"},
+    cases=lambda _: [
+        case(f"rope-{pairing}-H128-R64", 128, 64, pairing=pairing, inverse=False, double=False)
+        for pairing in ("pairs", "halves")
+    ],
+    fp_fusion=True,
+)
+SPECS = (SPEC,)

@@ -30,7 +30,9 @@ from openmla.cache import (
     Geometry,
     LayerCache,
     LayerScales,
+    PoolGroup,
     allocate_cache,
+    ring_blocks,
     shown_bytes,
 )
 from openmla.config import MLAConfig, RopeConfig
@@ -54,8 +56,8 @@ if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
     from openmla.integrations.transformers.session import Session
 
-FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # initial capacity of V4's windows and states
-ROLLBACK = 32  # tokens a V4 sequence can be cropped by
+FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # initial capacity of windows and V4's states
+ROLLBACK = 32  # tokens that a sequence can be cropped by if layers keep a window of it
 NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -189,9 +191,16 @@ class Attachment:
         twin.__setstate__({name: deepcopy(v, memo) for name, v in self.__getstate__().items()})
         return twin
 
-    def _new_pool(self) -> BlockPool | CompressedPool:
+    def _new_pool(self) -> BlockPool | PoolGroup:
         if self.config.compressor is None:
-            return BlockPool(self.num_blocks, self.block_size * self.num_ranks)
+            pool = BlockPool(self.num_blocks, self.block_size * self.num_ranks)
+            window = max(kind.window for kind in self.config.every_kind)
+            if not window:
+                return pool
+            # one more row: a query that only looks has the position of the last token
+            given = {"window": window + 1, "rollback": ROLLBACK}
+            first = ring_blocks(window, ROLLBACK, FIRST_REQUESTS, FIRST_TOKENS, self.block_size)
+            return PoolGroup({"all": pool, "window": BlockPool(first, self.block_size, **given)})
         return CompressedPool(
             Geometry.for_model(
                 self.config,
@@ -221,8 +230,20 @@ class Attachment:
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
-        """The pools, for V4 of entries, rows and states; only the first can have a fixed size."""
-        return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
+        """The pools: of all rows, and those of windows; for V4 of entries, rows and states. Only
+        the first can have a fixed size."""
+        return self.pool.pools if isinstance(self.pool, PoolGroup) else (self.pool,)
+
+    @property
+    def ring_columns(self) -> int:
+        """Blocks of a window that a step of one token per row may see, at most."""
+        rows = self.pools[1]
+        assert rows.window is not None
+        return -(-(rows.window + rows.rollback) // rows.block_size) + 1
+
+    def lifetime(self, layer: int) -> int:
+        """Which of the pools a layer's rows are in; V4's layers are in several."""
+        return int(self.config.layer(layer).window > 0)
 
     @property
     def partial_keys(self) -> bool:
@@ -251,7 +272,7 @@ class Attachment:
         )
 
     @contextmanager
-    def bookkeeping(self) -> Iterator[BlockPool | CompressedPool]:
+    def bookkeeping(self) -> Iterator[BlockPool | PoolGroup]:
         """Lock the pool for this thread. Do not nest; nothing inside it waits for a lock."""
         try:
             with self._pool_lock:
@@ -305,8 +326,9 @@ class Attachment:
                 each = self._block_bytes()[lifetime]
                 spare = spare_blocks(pool.num_blocks, rows=rows, block_bytes=each)
                 pool.grow(pool.num_blocks + missing + spare)
-        taken = self.pool.take(wanted)
-        return (taken,) if isinstance(taken, list) else taken
+        if isinstance(self.pool, PoolGroup):
+            return tuple(self.pool.take(wanted))
+        return (self.pool.take(wanted),)
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
         """One layer's cache, with as many blocks as the pool has now."""
@@ -321,7 +343,7 @@ class Attachment:
                 kept = self._new_cache(layer, format, device)
             source = self.config.kv_source(layer)
             if source != layer:
-                kept = self.caches[layer] = self._grown(kept)
+                kept = self.caches[layer] = self._grown(layer, kept)
                 return kept.reading(self.cache(source, device, dtype))
             rows = kept.latent or kept.window
             assert rows is not None
@@ -335,7 +357,7 @@ class Attachment:
                 if self.captured is not None:
                     self.captured._drop()  # graphs read the caches that are replaced
                 kept = self._new_cache(layer, format, device)
-            kept = self.caches[layer] = self._grown(kept)
+            kept = self.caches[layer] = self._grown(layer, kept)
             return kept
 
     def with_index(self, cache: LayerCache, device: torch.device, dtype: torch.dtype) -> LayerCache:
@@ -358,7 +380,7 @@ class Attachment:
         with torch.inference_mode(False):  # passes write to it with and without inference mode
             return allocate(
                 self.config,
-                num_blocks=self.pool.num_blocks,
+                num_blocks=self.pools[self.lifetime(layer)].num_blocks,
                 block_size=self.pool.block_size // self.num_ranks,
                 format=format,
                 kv_scale=self.scales.get(layer, 1.0),
@@ -378,11 +400,12 @@ class Attachment:
     ) -> None:
         """Carry out the copies of take() in every layer, then move rows from slot to slot."""
         for layer, kept in self.caches.items():
-            cache = self.caches[layer] = self._grown(kept)
+            cache = self.caches[layer] = self._grown(layer, kept)
             if not cache.parts:
                 continue
+            v4 = self.config.compressor is not None
             with self.using_caches(cache.parts[0].data.device):
-                cache.copy_blocks(*copies)
+                cache.copy_blocks(*(copies if v4 else (copies[self.lifetime(layer)],)))
                 if sources is not None and targets is not None:
                     config = self.config.layer(layer)
                     if cache.latent is not None:
@@ -391,12 +414,14 @@ class Attachment:
                         assert config.indexer is not None
                         cache.index.move_rows(sources, targets, config.indexer.head_dim)
 
-    def _grown(self, cache: LayerCache) -> LayerCache:
-        latent = cache.latent
-        if latent is not None and latent.num_blocks >= self.pool.num_blocks:
-            return cache  # the common case; indexer keys have as many blocks
+    def _grown(self, layer: int, cache: LayerCache) -> LayerCache:
+        latent, sizes = cache.latent, [pool.num_blocks for pool in self.pools]
+        if latent is not None:
+            sizes = [sizes[self.lifetime(layer)]]
+            if latent.num_blocks >= sizes[0]:
+                return cache  # the common case; indexer keys have as many blocks
         with torch.inference_mode(False):
-            return cache.grown(*(pool.num_blocks for pool in self.pools))
+            return cache.grown(*sizes)
 
     def reach(self, length: int) -> None:
         """Support sequences of this length; transformers does not stop at the config's limit."""
@@ -466,6 +491,10 @@ class Attachment:
             f"{counted_lines(len(layers), 'layer')} of kind {kind}: {', '.join(map(str, layers))}"
         )
         kept = f"{shown_bytes(each)} per token of the whole context"
+        pool = self.pools[self.lifetime(layers[0])]
+        if pool.window is not None:
+            before = pool.window - 1 + pool.rollback
+            kept = f"{shown_bytes(each)} per token of a step and of the {before:,} tokens before it"
         return [Line("layers", what), Line("keeps", kept)]
 
     def clamped(self) -> dict[int, int]:
@@ -539,8 +568,9 @@ class Attachment:
     def _block_bytes(self) -> tuple[int, int, int]:
         """Bytes of one block over all layers, in the order of `pools`."""
         totals = [0, 0, 0]
-        for cache in list(self.caches.values()):
+        for layer, cache in self._caches().items():
             for part in cache.parts:
                 lifetime = 1 if part is cache.window else 2 if part is cache.state else 0
+                lifetime = self.lifetime(layer) if part is cache.latent else lifetime
                 totals[lifetime] += part.data[0].numel() * part.data.element_size()
         return totals[0], totals[1], totals[2]

@@ -57,6 +57,7 @@ class Recorded(NamedTuple):
     ids: Tensor  # [B, 1]
     positions: Tensor  # [B, 1]
     buffers: dict[int, dict[str, Tensor]]  # the plans' buffers, by kind of layer
+    blocks: int  # columns of block tables that are not rings
     places: tuple[int, ...]  # addresses of caches and angles; the graph is invalid if they move
     weights: tuple[int, ...]  # their addresses; checked once per generation
     decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is not plain, decoded
@@ -209,10 +210,15 @@ class CapturedDecode:
         """Write the step's plan into the buffers of each kind of layer."""
         assert session.dtype is not None
         session.plans = {}
-        rings = next(iter(buffers.values())).get("window_table")
-        if rings is not None:  # the number of ring columns is fixed in the graph
-            session.describe(window_columns=rings.shape[1])
-        for kind, (layer, cache) in self._of_a_kind(layers, caches, session.dtype).items():
+        found = self._of_a_kind(layers, caches, session.dtype)
+        rings = [
+            each.get("window_table", each["block_table"])
+            for kind, each in buffers.items()
+            if self.attachment.config.layer(found[kind][0]).sliding_window
+        ]
+        if rings:  # the number of ring columns is fixed in the graph
+            session.describe(window_columns=rings[0].shape[1])
+        for kind, (layer, cache) in found.items():
             session.plan(layer, cache, device, session.dtype, into=buffers[kind])
 
     def _of_a_kind(
@@ -266,6 +272,7 @@ class CapturedDecode:
             sizes = {"max_requests": B, "max_tokens": B, "max_blocks": blocks}
             for kind, (layer, cache) in self._of_a_kind(layers, caches, session.dtype).items():
                 own, ranks = config.layer(layer), self.attachment.ranks
+                sizes["max_blocks"] = self.attachment.ring_columns if own.window else blocks
                 if ranks is not None:
                     sharded = {"max_tokens": B, "max_blocks": blocks}
                     buffers[kind] = rank_buffers(own, cache, ranks, **sharded)
@@ -295,7 +302,7 @@ class CapturedDecode:
                 logits = out.logits.clone()
         decoded = tuple(session.decoded.values())
         return Recorded(
-            ids, positions, buffers, _places(caches, self.attachment), _weights(self.model),
+            ids, positions, buffers, blocks, _places(caches, self.attachment), _weights(self.model),
             decoded, _switches(self.adapters), graph, logits, type(out),
         )  # fmt: skip
 
@@ -405,10 +412,7 @@ def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[Laye
     return (
         recorded.ids.shape == ids.shape
         and recorded.ids.device == ids.device
-        and all(
-            _most_blocks(session) <= buffers["block_table"].shape[1]
-            for buffers in recorded.buffers.values()
-        )
+        and _most_blocks(session) <= recorded.blocks
         and recorded.places == _places(caches, session.attachment)
         and len(recorded.decoded) == len(session.decoded)
         and all(

@@ -53,9 +53,26 @@ def _no_collection() -> Iterator[None]:
 
 @cache
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream for all captures on a device: cuBLAS keeps a workspace, 32 MiB on an H200, for
-    every stream it has seen."""
-    return torch.cuda.Stream(device)
+    """The one stream for all captures on a device. cuBLAS keeps a workspace, 32 MiB on an H200, for
+    every stream it has seen, and graphs that were captured there use it at every replay."""
+    stream = torch.cuda.Stream(device)
+    _ANCHORS.append(keep_workspace(stream))
+    return stream
+
+
+_ANCHORS: list[Any] = []  # graphs that are never replayed
+
+
+def keep_workspace(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph whose private pool holds the stream's cuBLAS workspace. torch.compile with CUDA
+    graphs releases the workspaces of all streams; what is in the pool of a graph stays mapped, and
+    nothing else is allocated there."""
+    graph = torch.cuda.CUDAGraph()
+    with _RECORDING, torch.cuda.device(stream.device), _no_collection():
+        square = torch.zeros(16, 16, device=stream.device, dtype=torch.bfloat16)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            square @ square
+    return graph
 
 
 class GraphMemory:
@@ -75,15 +92,11 @@ class GraphMemory:
         return device == self.device and smaller
 
     def warm_up(self, step: Callable[[], Any]) -> None:
-        """Run the step on the capture stream but outside the pool: what libraries allocate for a
-        stream must not be in it."""
+        """Run the step outside the pool and not on the capture stream, whose cuBLAS workspace must
+        come from the pool of a graph."""
         with _RECORDING, torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                for _ in range(WARM_UPS):
-                    step()
-            current.wait_stream(self.stream)
+            for _ in range(WARM_UPS):
+                step()
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Any]:
         """Capture what a step launches. Returns the graph and what the step returned."""
