@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openmla import Plan, make_plan
+from openmla.config.families import MODEL_TYPES
 from openmla.errors import (
     CacheFullError,
     ConfigError,
@@ -25,7 +26,6 @@ from openmla.errors import (
 transformers = pytest.importorskip("transformers")
 
 from openmla.integrations.transformers import (  # noqa: E402 - transformers may be missing
-    REFUSED,
     SUPPORTED,
     PagedLayer,
     attach,
@@ -45,6 +45,7 @@ from tests.integrations.models import (  # noqa: E402
     on,
     padded_prompts,
 )
+from tools.models_table import TRANSFORMERS, TYPES  # noqa: E402
 
 
 # by default on a GPU, and some families' own code waits for the host in every step
@@ -674,9 +675,12 @@ def test_every_mla_family_is_supported_or_refused_by_name() -> None:
         for path in root.glob("*/modeling_*.py")
         if "kv_lora_rank" in path.read_text(encoding="utf-8")
     }
-    known = {*SUPPORTED, *REFUSED}
-    known |= {name.removesuffix("_text") for name in known}
-    assert found <= known, found - known
+    listed = {name for name, model in TYPES.items() if TRANSFORMERS in model.where}
+    assert set(TYPES) == set(MODEL_TYPES) and set(SUPPORTED) <= listed
+    listed = {name.removesuffix("_text") for name in listed} - {"deepseek_v4"}  # no kv_lora_rank
+    assert found <= listed, found - listed
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
+        assert found == listed
 
 
 @pytest.mark.parametrize(
@@ -702,6 +706,13 @@ def test_a_refused_model_is_as_it_was(options: Any, message: str, capture: bool 
     for module in model.modules():
         assert not module._forward_pre_hooks and not module._forward_hooks
         assert not hasattr(module, "openmla")
+
+
+def test_a_gate_that_transformers_does_not_apply_is_refused() -> None:
+    """Kimi K3 has the model type of Kimi-Linear, whose class has no output gate."""
+    model = make_model("kimi_linear", mla_use_output_gate=True)
+    with pytest.raises(UnsupportedError, match="output gate 'element' is not supported: the kimi_"):
+        attach(model)
 
 
 def test_a_backend_per_op() -> None:
