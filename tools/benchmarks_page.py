@@ -465,7 +465,7 @@ def _whole_models(results: Results) -> Iterator[str]:
     yield "eagerly with a dynamic cache, or compiled, that is with a static cache and torch.compile"
     yield "(`cache_implementation='static'`), which is the strictest baseline. Without a CUDA"
     yield "graph openmla depends on the host: it had 1.67x in another run. Memory is computed from"
-    yield " tensor shapes: the cache of all layers and, for transformers, the"
+    yield "tensor shapes: the cache of all layers and, for transformers, the"
     yield "keys and values of one layer, which it expands again for every token."
     yield ""
     yield "Time to first token in ms (`python3 -m bench.first_token`):"
