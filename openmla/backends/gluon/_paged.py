@@ -283,11 +283,13 @@ def find_keys(blocks, first_key, num_keys, BS: gl.constexpr, BOX: gl.constexpr):
 def load_columns(
     tile, rows, keys, first: gl.constexpr, COLUMNS: gl.constexpr, filled, BOX: gl.constexpr
 ):
+    """A barrier comes before every copy, so that they are as wide as their descriptor allows."""
+    WIDTH: gl.constexpr = rows.block_type.shape[1]
     for g in gl.static_range(64 // BOX):
         box = tile.slice(BOX * g, BOX, 0)
-        for c in gl.static_range(COLUMNS // BOX_COLUMNS):
-            at = [keys[g], first + BOX_COLUMNS * c]
-            bulk_load(rows, at, filled, box.slice(BOX_COLUMNS * c, BOX_COLUMNS, 1))
+        for c in gl.static_range(COLUMNS // WIDTH):
+            at = [keys[g], first + WIDTH * c]
+            bulk_load(rows, at, filled, box.slice(WIDTH * c, WIDTH, 1))
 
 
 @gluon.jit
@@ -296,9 +298,9 @@ def load_left(tile, rows, keys, filled, BOX: gl.constexpr):
 
 
 @gluon.jit
-def load_right(tile, rows, keys, filled, BOX: gl.constexpr):
+def load_right(tile, rows, rope, keys, filled, BOX: gl.constexpr):
     load_columns(tile.right, rows, keys, many.HALF, many.HALF, filled, BOX)
-    load_columns(tile.rope, rows, keys, 2 * many.HALF, many.ROPE_COLUMNS, filled, BOX)
+    load_columns(tile.rope, rope, keys, 2 * many.HALF, many.ROPE_COLUMNS, filled, BOX)
 
 
 @gluon.jit
@@ -312,7 +314,7 @@ def zero_rows(half, num):
 
 
 @gluon.jit
-def load_step(even, odd, rows, even_keys, odd_keys, filled, step, BOX: gl.constexpr):
+def load_step(even, odd, rows, rope, even_keys, odd_keys, filled, step, BOX: gl.constexpr):
     """Refill each half as soon as it was read."""
     LEFT: gl.constexpr = KEY_BYTES * many.HALF
     RIGHT: gl.constexpr = KEY_BYTES * (many.HALF + many.ROPE_COLUMNS)
@@ -321,10 +323,10 @@ def load_step(even, odd, rows, even_keys, odd_keys, filled, step, BOX: gl.conste
     load_left(even, rows, even_keys, filled.even_left, BOX)
     named.wait(named.ODD_RIGHT_READ, step)
     mbarrier.expect(filled.odd_right, RIGHT)
-    load_right(odd, rows, odd_keys, filled.odd_right, BOX)
+    load_right(odd, rows, rope, odd_keys, filled.odd_right, BOX)
     named.wait(named.EVEN_RIGHT_READ, step)
     mbarrier.expect(filled.even_right, RIGHT)
-    load_right(even, rows, even_keys, filled.even_right, BOX)
+    load_right(even, rows, rope, even_keys, filled.even_right, BOX)
     named.wait(named.ODD_LEFT_READ, step)
     mbarrier.expect(filled.odd_left, LEFT)
     load_left(odd, rows, odd_keys, filled.odd_left, BOX)
@@ -342,7 +344,7 @@ def end_half(half, copied, filled, num, ends):
 
 @gluon.jit
 def load_partition(
-    even, odd, filled, copied, rows, page, table, table_stride, num_keys, work, part,
+    even, odd, filled, copied, rows, rope, page, table, table_stride, num_keys, work, part,
     H: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr,
     BS: gl.constexpr, BOX: gl.constexpr, ROW_WORDS: gl.constexpr,
 ):  # fmt: skip
@@ -353,16 +355,16 @@ def load_partition(
         )  # fmt: skip
     else:
         copy_partition(
-            even, odd, filled, copied, rows, table, table_stride, num_keys, work, part, H, TOKENS,
-            CAUSAL, FIXED, BS, BOX,
+            even, odd, filled, copied, rows, rope, table, table_stride, num_keys, work, part, H,
+            TOKENS, CAUSAL, FIXED, BS, BOX,
         )  # fmt: skip
 
 
 @gluon.jit
 def copy_partition(
-    even, odd, filled, copied, rows, table, table_stride, num_keys, work, part, H: gl.constexpr,
-    TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, BS: gl.constexpr,
-    BOX: gl.constexpr,
+    even, odd, filled, copied, rows, rope, table, table_stride, num_keys, work, part,
+    H: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr,
+    BS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """The producer. Half a tile is refilled as soon as it was read; pages are looked up a step
     ahead."""
@@ -384,9 +386,9 @@ def copy_partition(
             # boxes past the run are zeros; in one that the run ends in there is something else
             tail = run.hi - key
             if (tail >= many.STEP) | (tail % BOX == 0):
-                load_step(even, odd, rows, even_keys, odd_keys, filled, step, BOX)
+                load_step(even, odd, rows, rope, even_keys, odd_keys, filled, step, BOX)
             else:
-                load_step(even, odd, rows, even_keys, odd_keys, copied, step, BOX)
+                load_step(even, odd, rows, rope, even_keys, odd_keys, copied, step, BOX)
                 end_half(even.left, copied.even_left, filled.even_left, tail, ends)
                 end_half(odd.right, copied.odd_right, filled.odd_right, tail - many.BLOCK_N, ends)
                 end_half(even.right, copied.even_right, filled.even_right, tail, ends)
@@ -402,8 +404,8 @@ def copy_partition(
     do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
 )
 def _paged_kernel(
-    q, rows, kv_scale, query_start_loc, seq_lens, table, out, lse, part, part_lse, spans, B, T,
-    unit, qk_scale, q_token, q_head, page, table_stride, num_keys, slot_rows,
+    q, rows, rope, kv_scale, query_start_loc, seq_lens, table, out, lse, part, part_lse, spans, B,
+    T, unit, qk_scale, q_token, q_head, page, table_stride, num_keys, slot_rows,
     BS: gl.constexpr, BOX: gl.constexpr, H: gl.constexpr, TOKENS: gl.constexpr,
     CAUSAL: gl.constexpr, FOLDED: gl.constexpr, FIXED: gl.constexpr, BLOCK_T: gl.constexpr,
     ROW_WORDS: gl.constexpr, ODD_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
@@ -456,8 +458,8 @@ def _paged_kernel(
                 own, outputs, qk_scale, first_row, H, TOKENS, CAUSAL, FOLDED, FIXED, FP8,
             )),
             (load_partition, (
-                even, odd, filled, copied, rows, page, table, table_stride, num_keys, work, own, H,
-                TOKENS, CAUSAL, FIXED, BS, BOX, ROW_WORDS,
+                even, odd, filled, copied, rows, rope, page, table, table_stride, num_keys, work,
+                own, H, TOKENS, CAUSAL, FIXED, BS, BOX, ROW_WORDS,
             )),
         ],
         [4, 4],

@@ -69,10 +69,13 @@ def cases(*tiles: tuple[Tile, int, int, int, bool, str]) -> Iterator[Case]:
     """Each with heads, rows of a page, tokens of an item, whether runs are fixed, and a dtype."""
     for tile, H, BS, tokens, fixed, dtype in tiles:
         stored = dtype if tile is MANY else "fp8"
-        types = {"q": f"*{dtype}", "out": f"*{dtype}", "rows": "*i32"}
+        types = {"q": f"*{dtype}", "out": f"*{dtype}", "rows": "*i32", "rope": "*i32"}
         if not tile.decoded:
             columns, layout = box_of(torch.int32 if stored == "fp8" else torch.bfloat16)
             kind = "i32" if stored == "fp8" else dtype
+            types["rope"] = f"tensordesc<{kind}[{min(BS, 64)}, {columns}],{layout!r}>"
+            if tile is MANY:
+                columns = wide_columns(BS)
             types["rows"] = f"tensordesc<{kind}[{min(BS, 64)}, {columns}],{layout!r}>"
         name = f"{tile.name}-{stored}-H{H}x{tokens}-BS{BS}{'-fixed' * fixed}"
         yield case(name, tile, H, BS, 144, tokens, causal=True, fixed=fixed, types=types)
@@ -265,13 +268,16 @@ def run(
         merge.merge_parts(schedule.merge, outputs)
         return outputs.out, outputs.lse
     if schedule.tile.decoded:
-        words = Piece(cache, 0, kind)
+        words = [Piece(cache, 0, kind)] * 2
     else:
-        words = boxes(cache.data_ptr(), N * BS, W // values, row, kind, min(BS, 64))
+        words = [
+            boxes(cache.data_ptr(), N * BS, W // values, row, kind, min(BS, 64), width)
+            for width in ((0,) if schedule.tile is FEW_FP8 else (wide_columns(BS), 0))
+        ]
     schedule.launch(
         schedule.grid,
         q_latent,
-        words,
+        *words,
         kv_scale,
         query_start_loc.contiguous(),
         seq_lens.contiguous(),
@@ -303,12 +309,17 @@ def boxes(
     return TensorDescriptor(base, [rows, columns], [stride, 1], [box, width], layout)
 
 
+def wide_columns(BS: int) -> int:
+    """Of a bulk copy of a half: parts of pages are rows of a tile that are not contiguous."""
+    return _many_heads.HALF.value if BS % 64 == 0 else _paged.BOX_COLUMNS.value
+
+
 def box_of(dtype: torch.dtype, width: int = 0) -> tuple[int, Any]:
     """Columns, and layout in shared memory: one swizzle span, of 128 bytes or of 64."""
-    if width == _paged_e4m3.SPAN_WORDS.value:
+    if dtype == torch.int32 and width == _paged_e4m3.SPAN_WORDS.value:
         return width, _paged_e4m3.WORDS.value
+    if dtype != torch.int32:
+        return width or _paged.BOX_COLUMNS.value, _many_heads.TILE.value
     if width:
         return width, _paged_e4m3.NARROW_WORDS.value
-    if dtype == torch.int32:
-        return _paged_few.SPAN_WORDS.value, _paged_few.RAW.value
-    return _paged.BOX_COLUMNS.value, _many_heads.TILE.value
+    return _paged_few.SPAN_WORDS.value, _paged_few.RAW.value
