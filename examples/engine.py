@@ -310,29 +310,20 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def line(engine: Engine) -> str:
-    """One step: blocks of requests, of prefixes not in use, and free ones."""
-    pool, width = engine.pool, 40
-    used = len({block for r in engine.running for block in pool.blocks(r.number)})
-    held, gone = (
-        round(width * n / pool.num_blocks) for n in (used, pool.num_blocks - pool.num_free)
-    )
-    bar = "█" * held + "▒" * (gone - held) + "·" * (width - gone)
-    counts = f"{len(engine.running):>2} run {len(engine.waiting):>3} wait {len(engine.finished):>3}"
-    return f"step {engine.counts['steps']:>4}  {bar}  {counts} done"
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = read_arguments(arguments)
     engine, dice = Engine(load_demo(options.device), num_blocks=options.blocks), random.Random(0)
     arriving, start = deque(some_prompts(options.requests, dice)), time.perf_counter()
-    print("blocks: █ of requests that run, ▒ kept for prompts that begin alike, · free\n")
     while arriving or engine.waiting or engine.running:
         while arriving and dice.random() < 0.4:  # random arrivals
             engine.add(arriving.popleft(), dice.randint(8, MOST_NEW))
         engine.step()
         if engine.counts["steps"] % 10 == 1:
-            print(line(engine))
+            print(
+                f"step {engine.counts['steps']:>4}: {len(engine.running)} running, "
+                f"{len(engine.waiting):>3} waiting, {len(engine.finished):>3} finished, "
+                f"{engine.pool.num_free:>3} blocks free"
+            )
     seconds, n = time.perf_counter() - start, engine.counts
     for request in engine.finished[:2]:
         new = bytes(request.tokens[len(request.prompt) :]).decode(errors="replace")

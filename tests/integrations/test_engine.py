@@ -126,7 +126,7 @@ def test_the_example_prints_steps_and_free_blocks(
     example.main(["--requests", "3", "--device", "cpu"])
     text = capsys.readouterr().out
     assert (
-        "step    1  █" in text
+        "step    1: 1 running" in text
         and "goes on with '" in text
         and "of size 1" in text
         and "graphs need a GPU" in text
