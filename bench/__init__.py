@@ -1,9 +1,4 @@
 """Comparisons with other packages on a GPU, and results: python3 -m bench.<name>.
 
-The benchmarks of `openmla bench` are part of the package, in openmla/bench; python3 -m bench.rope
-finds them.
+The benchmarks of `openmla bench`, and the harness of both, are in openmla/bench.
 """
-
-from openmla import bench
-
-__path__ += bench.__path__

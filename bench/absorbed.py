@@ -13,9 +13,7 @@ by hand.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
@@ -25,8 +23,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench.latent import timed
-from openmla.bench.harness import describe_machine
+from bench.report import Report, judged, script_parser
+from openmla.bench.harness import relative_error, time_graphs
 from openmla.ops import project_heads
 from openmla.ops.project_heads import cost
 
@@ -140,37 +138,26 @@ def tiles(op: str, T: int, K: int, least_n: int = 16) -> dict[str, Callable[...,
 
 def checked(title: str, shape: Shape) -> dict[str, float]:
     """Relative errors of all contenders that can be launched. Each begins with the first layer."""
-    too_large = import_module("triton.runtime.errors").OutOfResources
-    found = {}
-    for name, contender in shape.contenders.items():
-        try:
-            out = contender().double()
-        except too_large as reason:
-            print(f"{title:<22} {name:<26} does not fit: {reason}")
-            continue
-        found[name] = float((out - shape.exact).norm() / shape.exact.norm())
+    found = judged(title, shape.contenders, lambda out: relative_error(out, shape.exact))
+    for name in found:
         for _ in range(shape.layers - 1):  # cycle back to the first layer
-            contender()
+            shape.contenders[name]()
     return found
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.absorbed")
-    parser.add_argument("--json", help="write the rows here too")
-    parser.add_argument("--only", default="", help="shapes whose name holds this")
-    parser.add_argument("--sweep", action="store_true", help="other tiles as well")
-    options = parser.parse_args(arguments)
-    machine, rows = describe_machine("cuda"), []
-    print(machine)
-    print(f"{'shape':<22} {'contender':<26} {'us':>8} {'ratio':>6} {'MiB':>7} {'TB/s':>6}   error")
+    parser = script_parser("absorbed", __doc__)
+    parser.add_argument("--sweep", action="store_true", help="also time other tiles")
+    columns = f"{'us':>8} {'ratio':>6} {'MiB':>7} {'TB/s':>6}   error"
+    report = Report(parser, arguments, f"{'shape':<22} {'contender':<26} {columns}")
     for into, H, T in itertools.product((True, False), (16, 128), (1, 16, 128)):
         title = f"{'w_uk' if into else 'w_uv'}-h{H}-b{T}"
-        if options.only not in title:
+        if not report.wants(title):
             continue
-        shape = make(into, T, H, options.sweep)
+        shape = make(into, T, H, report.options.sweep)
         errors = checked(title, shape)
         right = {name: shape.contenders[name] for name in errors if errors[name] < WRONG}
-        times = timed(right, shape.layers)
+        times = time_graphs(right, shape.layers)
         for name, error in errors.items():
             if name not in times:
                 print(f"{title:<22} {name:<26} WRONG, error {error:.4f}")
@@ -178,15 +165,13 @@ def run(arguments: Sequence[str] | None = None) -> None:
             size, us = shape.bytes["bf16" not in name], times[name]
             row = {"shape": title, "contender": name, "us": us, "ratio": times[BASE] / us,
                    "bytes": size, "error": error}  # fmt: skip
-            rows.append(row)
+            report.rows.append(row)
             print(
                 f"{title:<22} {name:<26} {us:>8.2f} {row['ratio']:>6.2f} {size / 2**20:>7.2f} "
                 f"{size / us / 1e6:>6.2f} {error:>8.5f}",
                 flush=True,
             )
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump({"machine": machine, "rows": rows}, file, indent=1)
+        report.save()
 
 
 if __name__ == "__main__":

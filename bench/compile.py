@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bench.plans import buffers_of, plans_of
 from openmla import (
     PRESETS,
     Batch,
@@ -30,17 +31,18 @@ from openmla import (
     MLAConfig,
     Plan,
     allocate_cache,
-    make_plan,
-    plan_buffers,
 )
 from openmla.bench.harness import (
-    Row,
     argument_parser,
     describe_machine,
-    save,
-    tabulate,
+    make_rows,
+    relative_error,
+    replayed,
+    time_once,
     time_round_robin,
 )
+from openmla.bench.inputs import fill
+from openmla.bench.output import Output
 from openmla.ops._register import Cost
 
 GROWING = 20  # steps of the compiled model before it is timed
@@ -146,14 +148,8 @@ class Decode:
 
     def plans(self, batch: Batch, buffers: Any = None, **options: Any) -> list[Plan]:
         """A plan per layer; layers of one kind share it."""
-        made: dict[int, Plan] = {}
-        for cache in self.caches:
-            if cache.ratio not in made:
-                into = None if buffers is None else buffers[cache.ratio]
-                made[cache.ratio] = make_plan(
-                    batch, self.config, cache, dtype=self.dtype, into=into,
-                    beside=next(iter(made.values()), None), **options,
-                )  # fmt: skip
+        given = batch, self.config, self.caches, buffers
+        made = plans_of(*given, dtype=self.dtype, **options)
         return [made[cache.ratio] for cache in self.caches]
 
     def run(self, model: Callable[..., Tensor], plans: list[Plan]) -> Tensor:
@@ -162,24 +158,18 @@ class Decode:
     def captured(self) -> tuple[Callable[[], None], Tensor]:
         """A graph of the step over buffers, and the tensor with its result."""
         B, M = self.shape.requests, self.shape.keys // self.shape.block_size + 2
-        buffers: dict[int, dict[str, Tensor]] = {}
-        for cache in self.caches:
-            if cache.ratio not in buffers:
-                buffers[cache.ratio] = plan_buffers(
-                    self.config, cache, max_requests=B, max_tokens=B, max_blocks=M,
-                    beside=next(iter(buffers.values()), None),
-                )  # fmt: skip
+        buffers = buffers_of(self.config, self.caches, max_requests=B, max_tokens=B, max_blocks=M)
         rings = next(iter(buffers.values())).get("window_table")
         batch = self.batch(0 if rings is None else rings.shape[1])
         plans = self.plans(batch, buffers)
         self.held = buffers, plans  # the graph reads them but does not keep them alive
-        self.run(self.model, plans)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self.run(self.model, plans)
-        graph.replay()
-        return graph.replay, out
+
+        def step() -> None:
+            self.out = self.run(self.model, plans)
+
+        replay = replayed(step)
+        replay()
+        return replay, self.out
 
 
 def _config(shape: Shape, num_layers: int) -> MLAConfig:
@@ -191,32 +181,16 @@ def _config(shape: Shape, num_layers: int) -> MLAConfig:
 
 
 def _fill(cache: LayerCache, config: MLAConfig) -> None:
-    """Fill a cache with random rows, a part at a time."""
+    """Fill a cache with random rows."""
     for part in cache.parts:
-        if part is cache.state:
-            continue
-        width = config.latent_dim
         if part is cache.index:
             assert config.indexer is not None
-            width = config.indexer.head_dim
-        total, device = part.num_blocks * part.block_size, part.data.device
-        for start in range(0, total, 65536):
-            slots = torch.arange(start, min(start + 65536, total), device=device)
-            rows = torch.randn(len(slots), width, device=device)
-            part.layout.write(part.data, slots, rows, part.kv_scale)
+            fill(part.data, part.format, config.indexer.head_dim)
+        elif part is not cache.state:
+            fill(part.data, part.format, config.latent_dim)
 
 
-def host_time(call: Callable[[], Any]) -> float:
-    """Microseconds, the minimum of several runs: host time before a step."""
-    times = []
-    for _ in range(30):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e6
-
-
-def measure(name: str, shape: Shape, num_layers: int, rounds: int, device: str) -> list[Row]:
+def measure(name: str, shape: Shape, num_layers: int, device: str, output: Output) -> None:
     decode = Decode(shape, num_layers, device)
     graphs: list[Any] = []
 
@@ -244,41 +218,36 @@ def measure(name: str, shape: Shape, num_layers: int, rounds: int, device: str) 
     if device == "cuda":
         calls["captured"], outs["captured"] = decode.captured()  # type: ignore[assignment]
         outs["captured"] = outs["captured"].clone()
-    wanted = outs["eager"].double()
-    errors = {
-        what: float((out.double() - wanted).norm() / wanted.norm()) for what, out in outs.items()
-    }
-    times = time_round_robin(calls, rounds, device)
+    errors = {what: relative_error(out, outs["eager"]) for what, out in outs.items()}
+    times = time_round_robin(calls, output.options.rounds, device)
     S, layers = shape.keys, len(decode.caches)
     title = f"{name}: {layers} layers, {shape.requests} requests of {S} keys, {shape.format}"
-    rows = tabulate(title, times, "eager", None, Cost(1, 1), errors)
-    print(f"  graphs of {GROWING} lengths: {len(graphs)}, the first in {built:.0f} s")
-    took = [
-        host_time(partial(decode.plans, batch, compiled=compiled)) for compiled in (False, True)
-    ]
-    print(f"  plans for one step: {took[0]:.0f} us, compiled=True {took[1]:.0f} us")
-    return rows
+    output.add(title, make_rows(title, times, "eager", None, Cost(1, 1), errors))
+    output.say(f"  graphs of {GROWING} lengths: {len(graphs)}, the first in {built:.0f} s")
+    took = []
+    for compiled_plans in (False, True):  # the minimum: host time before a step
+        planned = partial(decode.plans, batch, compiled=compiled_plans)
+        took.append(1e6 * min(time_once(planned, "cpu") for _ in range(30)))
+    output.say(f"  plans for one step: {took[0]:.0f} us, compiled=True {took[1]:.0f} us")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argument_parser("compile", scripted=True)
+    parser = argument_parser("compile")
     parser.prog = "bench.compile"
-    parser.add_argument("shapes", nargs="*", help=f"of: {', '.join(SHAPES)}; default: all")
-    parser.add_argument("--tiny", action="store_true", help="small ones instead")
-    parser.add_argument("--layers", type=int, default=4, help="of all but V4, which has three")
+    parser.add_argument("shapes", nargs="*", help=f"{', '.join(SHAPES)} (default: all)")
+    parser.add_argument("--tiny", action="store_true", help="use small shapes")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers; V4 has three")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = TINY if options.tiny else SHAPES
     unknown = [name for name in options.shapes if name not in shapes]
     if unknown:
         parser.error(f"unknown shape {unknown[0]!r}; known: {', '.join(shapes)}")
-    machine = describe_machine(device)
-    print(machine)
-    rows: list[Row] = []
+    output = Output(options, describe_machine(device))
     with torch.inference_mode():
         for name in options.shapes or shapes:
-            rows += measure(name, shapes[name], options.layers, options.rounds, device)
-    save(options.json, machine, rows)
+            measure(name, shapes[name], options.layers, device, output)
+    output.close()
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ from openmla import (
     make_plan,
 )
 from openmla.bench.harness import (
-    Row,
     argument_parser,
     describe_machine,
-    save,
-    tabulate,
+    make_rows,
+    relative_error,
     time_round_robin,
 )
+from openmla.bench.output import Output
 from openmla.layers.weights import absorb
 from openmla.ops._register import Cost
 
@@ -92,21 +92,20 @@ class Decode:
         return self.out
 
 
-def measure(decode: Decode, title: str, rounds: int) -> list[Row]:
+def measure(decode: Decode, title: str, output: Output) -> None:
     calls = {"openmla": decode.openmla("auto"), "its reference": decode.openmla("reference")}
     if importlib.util.find_spec("vllm") is not None:
         importlib.import_module("vllm._C")
         calls["vllm"] = decode.vllm
-    outs = {name: call().double() for name, call in calls.items()}
-    wanted = outs["its reference"]
-    errors = {name: float((out - wanted).norm() / wanted.norm()) for name, out in outs.items()}
+    outs = {name: call().clone() for name, call in calls.items()}
+    errors = {name: relative_error(out, outs["its reference"]) for name, out in outs.items()}
     baseline = "vllm" if "vllm" in calls else "its reference"
-    times = time_round_robin(calls, rounds, "cpu")
-    return tabulate(title, times, baseline, None, Cost(1, 1), errors)
+    times = time_round_robin(calls, output.options.rounds, "cpu")
+    output.add(title, make_rows(title, times, baseline, None, Cost(1, 1), errors))
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argument_parser("cpu_decode", scripted=True)
+    parser = argument_parser("cpu_decode")
     parser.prog = "bench.cpu_decode"
     parser.add_argument("--heads", type=int, nargs="+", default=[16])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
@@ -115,18 +114,15 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    machine = describe_machine("cpu")
-    print(machine)
-    rows: list[Row] = []
+    output = Output(options, describe_machine("cpu"))
     with torch.inference_mode():
         for H in options.heads:
             config = replace(PRESETS["deepseek-v2-lite"], num_heads=H)
             for format in options.formats:
                 for B in options.requests:
                     title = f"{B} requests of {options.keys} keys, {H} heads, {format}"
-                    decode = Decode(config, B, options.keys, format)
-                    rows += measure(decode, title, options.rounds)
-    save(options.json, machine, rows)
+                    measure(Decode(config, B, options.keys, format), title, output)
+    output.close()
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import inspect
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,10 +24,11 @@ import torch
 from torch import Tensor
 
 from bench import dropin_cases as cases
-from bench.latent import timed
+from bench.report import host_times
 from openmla.backends import BACKENDS, forget_choices
-from openmla.bench.harness import describe_machine
+from openmla.bench.harness import describe_machine, time_graphs
 from openmla.integrations import deep_gemm, flash_mla
+from openmla.ops import mqa_paged
 from openmla.testing.budgets import lse_budget, out_budget
 
 OURS = {"flash_mla": flash_mla, "deep_gemm": deep_gemm}
@@ -68,7 +67,11 @@ def by_reference(double: bool) -> contextlib.AbstractContextManager[None]:
 
     def make(op: Any) -> Callable[..., Any]:
         def run(q: Tensor, *args: Any, **more: Any) -> Any:
-            return op(q.double() if double else q, *args, **more, backend="reference")
+            if double:
+                q = q.double()
+                if op is mqa_paged and args[-1] is not None:  # q_scale, of e4m3 queries only
+                    q, args = q * args[-1], (*args[:-1], None)
+            return op(q, *args, **more, backend="reference")
 
         return run
 
@@ -239,7 +242,7 @@ def run_times(options: argparse.Namespace) -> None:
                 "ours": partial(case.call, OURS[case.package]),
                 "theirs": partial(case.call, peers[case.package], theirs=True),
             }
-            times = timed(calls, case.calls)
+            times = time_graphs(calls, case.calls)
             ratio = times["ours"] / times["theirs"]
             print(
                 f"{title:<34} {times['ours']:>9.1f} {times['theirs']:>9.1f} {ratio:>6.2f}  {told}"
@@ -250,30 +253,13 @@ def run_times(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def host_time(call: Callable[[], Any], cuda: bool) -> float:
-    """Median microseconds until a call returns; bursts fit into the launch queue."""
-    seen = []
-    gc.disable()
-    for turn in range(22):
-        if cuda:
-            torch.cuda.synchronize()
-        for _ in range(40):
-            begin = time.perf_counter()
-            call()
-            if turn > 1:
-                seen.append(time.perf_counter() - begin)
-    gc.enable()
-    return 1e6 * statistics.median(seen)
-
-
 def run_overhead(options: argparse.Namespace) -> None:
-    cuda = options.device != "cpu"
     print(f"{'call':<26} {'drop-in us':>10} {'op us':>8} {'drop-in without its op':>23}")
     for title, (dropped, op) in cases.overheads(options.device).items():
         with kept_results():
-            own = host_time(dropped, cuda)
-        whole, inner = host_time(dropped, cuda), host_time(op, cuda)
-        print(f"{title:<26} {whole:>10.1f} {inner:>8.1f} {own:>23.1f}")
+            own = host_times({"own": dropped}, options.device)["own"]
+        times = host_times({"whole": dropped, "op": op}, options.device)
+        print(f"{title:<26} {times['whole']:>10.1f} {times['op']:>8.1f} {own:>23.1f}")
 
 
 def leave_out_the_adapter() -> None:

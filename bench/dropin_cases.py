@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from openmla import ops
+from openmla.bench.inputs import fill
+from openmla.bench.peers import to_torch
 from openmla.cache.format import FORMATS, get_format
 from openmla.integrations import deep_gemm, flash_mla
 from openmla.ops import Segment
@@ -44,15 +45,9 @@ def table_of(lens: list[int], BS: int, device: str) -> tuple[int, Tensor]:
 
 
 def dense_case(
-    lens: list[int],
-    n: int,
-    H: int,
-    G: int,
-    dtype: torch.dtype,
-    causal: bool,
-    device: str,
+    lens: list[int], n: int, H: int, G: int, dtype: torch.dtype, causal: bool, device: str,
     **more: Any,
-) -> Case:
+) -> Case:  # fmt: skip
     N, table = table_of(lens, 64, device)
     pages = torch.randn(N, 64, G, 576, device=device, dtype=BF16).div_(4).to(dtype)
     q = torch.randn(len(lens), n, H, 576, device=device, dtype=BF16).div_(4).to(dtype)
@@ -114,11 +109,7 @@ def stored(format: str, N: int, BS: int, D: int, device: str) -> Tensor:
     layout = get_format(format)
     whole = torch.zeros(N, layout.page_width(D, BS), dtype=layout.dtype, device=device)
     pages = whole[:, : BS * layout.width(D)].view(N, BS, layout.width(D))
-    one = torch.ones((), device=device)
-    for start in range(0, N * BS, 2**18):
-        slots = torch.arange(start, min(start + 2**18, N * BS), device=device)
-        layout.write(pages, slots, torch.randn(len(slots), D, device=device) / 4, one)
-    return pages.unsqueeze(2)
+    return fill(pages, format, D, std=1 / 4).unsqueeze(2)
 
 
 def listed_case(
@@ -225,11 +216,6 @@ def prefill(chance: Random, device: str, part: slice) -> Case:
     )  # fmt: skip
 
 
-def tensor_of(found: Any) -> Tensor:
-    """Convert what sgl-deep-gemm returns, which may be another library's tensor."""
-    return found if isinstance(found, Tensor) else from_dlpack(found)
-
-
 def ragged_case(T: int, S: int, H: int, compressed: bool, device: str, **more: Any) -> Case:
     q = torch.randn(T, H, 128, device=device).to(FP8)
     keys, scales = torch.randn(S, 128, device=device).to(FP8), torch.rand(S, device=device) + 0.1
@@ -239,7 +225,7 @@ def ragged_case(T: int, S: int, H: int, compressed: bool, device: str, **more: A
     width = int((ends - begins).max()) if compressed else 0
 
     def call(package: Any, theirs: bool = False) -> Tensor:
-        return tensor_of(
+        return to_torch(
             package.fp8_mqa_logits(
                 q, (keys, scales), w, begins, ends, clean_logits=not compressed, max_seqlen_k=width
             )
@@ -263,9 +249,7 @@ def paged_case(lens: list[int], n: int, H: int, device: str, **more: Any) -> Cas
     N, table = table_of(lens, 64, device)
     pages = torch.zeros(N, 64, 132, dtype=torch.uint8, device=device)
     one = torch.ones((), device=device)
-    for start in range(0, N * 64, 2**18):
-        slots = torch.arange(start, min(start + 2**18, N * 64), device=device)
-        layout.write(pages, slots, torch.randn(len(slots), 128, device=device), one)
+    fill(pages, layout.name, 128)
     q, w = torch.randn(B, n, H, 128, device=device).to(FP8), torch.randn(B * n, H, device=device)
     # one length per token; the last one is the request's
     behind = torch.arange(n - 1, -1, -1, device=device, dtype=I32)
@@ -277,7 +261,7 @@ def paged_case(lens: list[int], n: int, H: int, device: str, **more: Any) -> Cas
         if theirs not in schedules:
             sms = package.get_num_sms()
             schedules[theirs] = package.get_paged_mqa_logits_metadata(context, 64, sms)
-        return tensor_of(
+        return to_torch(
             package.fp8_paged_mqa_logits(
                 q, pages.unsqueeze(2), w, context, table, schedules[theirs], M
             )
@@ -312,57 +296,56 @@ def spread(B: int, S: int) -> list[int]:
     return [max(2, int(Random(number).gauss(S, S / 2))) for number in range(B)]
 
 
-DENSE: dict[str, Callable[[], Case]] = {
-    f"dense-b128-n{n}-s{S}": partial(
-        dense_case, spread(128, S), n, 128, 1, BF16, True, "cuda", calls=4,
-        small=partial(dense_case, spread(8, S // 16), n, 128, 1, BF16, True, "cuda"),
+def sized(
+    make: Callable[..., Case], large: Sequence[Any], small: Sequence[Any], calls: int, **same: Any
+) -> Callable[[], Case]:
+    """A shape to time, with one of the same kind that is small enough to check."""
+    checked = partial(make, *small, "cuda", **same)
+    return partial(make, *large, "cuda", calls=calls, small=checked, **same)
+
+
+DENSE = {
+    f"dense-b128-n{n}-s{S}": sized(
+        dense_case, (spread(128, S), *rest), (spread(8, S // 16), *rest), calls=4
     )
     for n in (1, 2)
+    for rest in [(n, 128, 1, BF16, True)]
     for S in (4096, 16384)
-}  # fmt: skip
-SPARSE: dict[str, Callable[[], Case]] = {
-    f"v32-decode-b{B}-h128": partial(
-        listed_case, B, 2, 128, 576, [2048], [(B * 512, 64)], "cuda", sink=True, lens=[False],
-        holes=0, calls=8,
-        small=partial(listed_case, 4, 2, 128, 576, [2048], [(64, 64)], "cuda", sink=True,
-                      lens=[False], holes=0),
+}
+SPARSE = {
+    f"v32-decode-b{B}-h128": sized(
+        listed_case, (B, 2, 128, 576, [2048], [(B * 512, 64)]),
+        (4, 2, 128, 576, [2048], [(64, 64)]), calls=8, sink=True, lens=[False], holes=0,
     )
     for B in (2, 64, 128)
 } | {
-    f"v4-decode-b{B}-h{H}-{extra}-page{BS}": partial(
-        listed_case, B, 2, H, 512, [128, extra], [(B * 64, 256), (B * 16384 // BS, BS)], "cuda",
-        sink=True, lens=[False, BS == 2], holes=0, calls=8,
-        small=partial(listed_case, 4, 2, H, 512, [128, extra], [(16, 256), (4096 // BS, BS)],
-                      "cuda", sink=True, lens=[False, BS == 2], holes=0),
+    f"v4-decode-b{B}-h{H}-{extra}-page{BS}": sized(
+        listed_case, (B, 2, H, 512, [128, extra], [(B * 64, 256), (B * 16384 // BS, BS)]),
+        (4, 2, H, 512, [128, extra], [(16, 256), (4096 // BS, BS)]), calls=8,
+        sink=True, lens=[False, BS == 2], holes=0,
     )
     for B in (2, 64, 128)
     for H, extra, BS in ((64, 512, 64), (128, 1024, 64), (64, 1024, 2))
 } | {
-    f"prefill-4096x{S}-h{H}-d{D}-k{K}": partial(
-        prefill_case, 4096, S, H, D, K, "cuda", sink=True, lens=False, holes=False, calls=2,
-        small=partial(prefill_case, 32, 4096, H, D, K, "cuda", sink=True, lens=False, holes=False),
+    f"prefill-4096x{S}-h{H}-d{D}-k{K}": sized(
+        prefill_case, (4096, S, H, D, K), (32, 4096, H, D, K), calls=2,
+        sink=True, lens=False, holes=False,
     )
     for S, H, D, K in ((8192, 128, 576, 2048), (65536, 128, 576, 2048), (32768, 64, 512, 512),
                        (32768, 128, 512, 1024))
 }  # fmt: skip
-OTHERS: dict[str, Callable[[], Case]] = {
-    "dense-fp8-b64-h128-s4096": partial(
-        dense_case, [4096] * 64, 1, 128, 1, FP8, False, "cuda", calls=4,
-        small=partial(dense_case, [500] * 4, 1, 128, 1, FP8, False, "cuda"),
+OTHERS = {
+    "dense-fp8-b64-h128-s4096": sized(
+        dense_case, ([4096] * 64, 1, 128, 1, FP8, False), ([500] * 4, 1, 128, 1, FP8, False), 4
     ),
-    "logits-2048x65536-h64": partial(
-        ragged_case, 2048, 65536, 64, False, "cuda", calls=2,
-        small=partial(ragged_case, 64, 1000, 64, False, "cuda"),
+    "logits-2048x65536-h64": sized(ragged_case, (2048, 65536, 64, False), (64, 1000, 64, False), 2),
+    "logits-compressed-2048x65536-h64": sized(
+        ragged_case, (2048, 65536, 64, True), (64, 1000, 64, True), 2
     ),
-    "logits-compressed-2048x65536-h64": partial(
-        ragged_case, 2048, 65536, 64, True, "cuda", calls=2,
-        small=partial(ragged_case, 64, 1000, 64, True, "cuda"),
+    "paged-logits-b256-s8192-h64": sized(
+        paged_case, (spread(256, 8192), 1, 64), (spread(8, 600), 1, 64), 4
     ),
-    "paged-logits-b256-s8192-h64": partial(
-        paged_case, spread(256, 8192), 1, 64, "cuda", calls=4,
-        small=partial(paged_case, spread(8, 600), 1, 64, "cuda"),
-    ),
-}  # fmt: skip
+}
 PUBLISHED = DENSE | SPARSE | OTHERS
 
 
@@ -388,17 +371,10 @@ def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], An
     q8 = torch.randn(2, 64, 128, device=device).to(FP8)
     w, k8 = torch.randn(2, 64, device=device), torch.randn(100, 128, device=device).to(FP8)
     scales = torch.ones(100, device=device)
-    low, high = (
-        torch.zeros(2, dtype=I32, device=device),
-        torch.full((2,), 90, dtype=I32, device=device),
-    )
+    low, high = (torch.full((2,), value, dtype=I32, device=device) for value in (0, 90))
     keys = torch.zeros(N, 64, 132, dtype=torch.uint8, device=device)
-    flat_q, paged_q, paged_keys, paged_lens = (
-        q[:, 0],
-        q8[:, None],
-        keys[:, :, None],
-        seqlens[:, None],
-    )
+    flat_q, paged_q, paged_keys = q[:, 0], q8[:, None], keys[:, :, None]
+    paged_lens = seqlens[:, None]
 
     def segment(cache: Tensor, format: str) -> Segment:
         return Segment(cache, one, format, "slots", None, listed[:, 0], counts)

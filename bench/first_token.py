@@ -13,11 +13,8 @@ those launched by the attention modules, projections included, and of the attent
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,11 +23,12 @@ import torch
 from torch import Tensor
 from torch._C._autograd import DeviceType
 
+from bench.report import Report, script_parser
 from openmla.bench.generate import LIMITS, make_model, weightless_copy
-from openmla.bench.harness import describe_machine
+from openmla.bench.harness import relative_error, time_once
 from openmla.cli.checkpoint import open_checkpoint
 from openmla.cli.models import demo_prompt, load_model
-from openmla.cli.options import output_file, whole
+from openmla.cli.options import whole
 from openmla.integrations.transformers import attach
 
 ROUNDS, WARM_UP = 9, 2
@@ -52,10 +50,10 @@ class Case(NamedTuple):
     threads: int = 0  # 0: unchanged
 
 
-def gpu_cases(only: str) -> Iterator[Case]:
+def gpu_cases(wants: Callable[[str], bool]) -> Iterator[Case]:
     for kind in ("v2-lite", "small"):
         named = {f"{kind} {shown(lens)}": lens for lens in PROMPTS}
-        wanted = {name: lens for name, lens in named.items() if only in name}
+        wanted = {name: lens for name, lens in named.items() if wants(name)}
         if not wanted:
             continue
         model = make_model(kind, "cuda", torch.bfloat16)
@@ -65,7 +63,7 @@ def gpu_cases(only: str) -> Iterator[Case]:
             yield Case(name, model, attached, lens, LIMITS[torch.bfloat16])
 
 
-def cpu_cases(only: str) -> Iterator[Case]:
+def cpu_cases(wants: Callable[[str], bool]) -> Iterator[Case]:
     for dtype_name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         model = load_model(open_checkpoint("demo"), "cpu", dtype_name, dense=True)
         attached = weightless_copy(model)
@@ -73,7 +71,7 @@ def cpu_cases(only: str) -> Iterator[Case]:
         for threads in (1, 2):
             for lens in DEMO_PROMPTS:
                 name = f"demo {shown(lens)} {dtype_name} {threads} threads"
-                if only in name:
+                if wants(name):
                     yield Case(name, model, attached, lens, DEMO_LIMITS[dtype], threads)
 
 
@@ -108,20 +106,20 @@ def compare(case: Case, inputs: dict[str, Tensor]) -> tuple[float, int]:
         first_token(model, inputs, return_dict_in_generate=True, output_logits=True).logits[0]
         for model in (case.attached, case.plain)
     )
-    apart = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
-    return apart, int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+    return relative_error(ours, theirs), int((ours.argmax(-1) == theirs.argmax(-1)).sum())
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Time of one call, from an idle device to an idle device."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if device.type != "cuda":
+        return time_once(call, "cpu")
+
+    def finished() -> None:
+        call()
         torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+
+    torch.cuda.synchronize()
+    return time_once(finished, "cpu")
 
 
 class Named:
@@ -214,24 +212,17 @@ def print_row(row: dict[str, Any], requests: int) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.first_token", description=__doc__)
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="write the rows there")
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser = script_parser("first_token", __doc__, "cases", "--out")
     parser.add_argument("--rounds", type=whole(1, 10**6), default=ROUNDS, help="7 or more to quote")
-    options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = describe_machine(device)
-    print(machine)
-    print(f"{'':<34}{'openmla':>10}{'plain':>10}{'ratio':>11}")
-    rows = []
+    header = f"{'':<34}{'openmla':>10}{'plain':>10}{'ratio':>11}"
+    report = Report(parser, arguments, header, device=device)
     with torch.no_grad():
-        for case in (gpu_cases if device == "cuda" else cpu_cases)(options.only):
-            rows.append(measure(case, options.rounds))
-            if options.out:
-                with open(options.out, "w", encoding="utf-8") as file:
-                    json.dump({"machine": machine, "rows": rows}, file, indent=1)
-    if not rows:
-        print(f"no case's name holds {options.only!r}", file=sys.stderr)
+        for case in (gpu_cases if device == "cuda" else cpu_cases)(report.wants):
+            report.rows.append(measure(case, report.options.rounds))
+            report.save()
+    if not report.rows:
+        print(f"no case's name contains {report.options.only!r}", file=sys.stderr)
 
 
 if __name__ == "__main__":

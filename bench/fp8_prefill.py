@@ -13,8 +13,6 @@ times as large.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -25,11 +23,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench.latent import timed
-from bench.mha import LENGTHS
+from bench.mha import prompts
+from bench.report import Report, script_parser
 from openmla.backends import problem_on, why_not
-from openmla.bench.harness import describe_machine
-from openmla.errors import UnsupportedError
+from openmla.bench.harness import relative_error, time_graphs
 from openmla.ops import mha_ragged, quantize_heads
 from openmla.ops.quantize_heads import allocate_heads
 
@@ -123,10 +120,7 @@ class Heads:
 def errors(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> tuple[float, float]:
     rows = exact[0].shape[0]
     out, lse = (each[-rows:, :HEADS].double() for each in got)
-    return (
-        float((out - exact[0]).norm() / exact[0].norm()),
-        float((lse - exact[1]).abs().max()),
-    )
+    return relative_error(out, exact[0]), float((lse - exact[1]).abs().max())
 
 
 def show_errors(lens: Sequence[int], H: int, E: int, R: int, V: int) -> list[dict[str, Any]]:
@@ -169,44 +163,31 @@ def contenders_of(
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.fp8_prefill")
-    parser.add_argument("--json", help="write the rows here too")
-    parser.add_argument("--only", default="", help="shapes whose name holds this")
-    parser.add_argument("--tune", action="store_true", help="other shares of registers, too")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise UnsupportedError("bench: fp8_prefill needs a GPU.")
-    machine = describe_machine("cuda")
-    print(machine)
-    rows: list[dict[str, Any]] = []
-    for H, E, R, V in SHAPES:
-        for title, lens in LENGTHS.items():
-            shape = f"h{H}-{E}/{V}-{title}"
-            if options.only not in shape:
-                continue
-            print(shape)
-            found = show_errors(lens, H, E, R, V)
-            wrong = [
-                row for row in found
-                if row["inputs"] == "normal" and row["out"] > MOST[row["path"].split()[0]]
-            ]  # fmt: skip
-            rows += [{"shape": shape, **row} for row in found]
-            if wrong:
-                print(f"  WRONG, not timed: {wrong}")
-                continue
-            contenders = contenders_of(Heads(lens, H, E, R, V, False), able(E, V), options.tune)
-            times = timed(contenders, 3)
-            flops = H * (E + V) * sum(n * (n + 1) for n in lens)
-            for name, us in times.items():
-                print(
-                    f"  {name:<22} {us:>9.1f} us {times[BASE] / us:>5.2f} of bf16's speed "
-                    f"{flops / us / 1e6:>6.0f} TFLOP/s",
-                    flush=True,
-                )
-                rows.append({"shape": shape, "contender": name, "us": us})
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+    parser = script_parser("fp8_prefill", __doc__)
+    parser.add_argument("--tune", action="store_true", help="also time other shares of registers")
+    report = Report(parser, arguments)
+    for shape, lens, widths, flops in prompts(report, SHAPES):
+        print(shape)
+        found = show_errors(lens, *widths)
+        wrong = [
+            row for row in found
+            if row["inputs"] == "normal" and row["out"] > MOST[row["path"].split()[0]]
+        ]  # fmt: skip
+        report.rows += [{"shape": shape, **row} for row in found]
+        if wrong:
+            print(f"  WRONG, not timed: {wrong}")
+            continue
+        _, E, _, V = widths
+        heads = Heads(lens, *widths, outliers=False)
+        times = time_graphs(contenders_of(heads, able(E, V), report.options.tune), 3)
+        for name, us in times.items():
+            print(
+                f"  {name:<22} {us:>9.1f} us {times[BASE] / us:>5.2f} of bf16's speed "
+                f"{flops / us / 1e6:>6.0f} TFLOP/s",
+                flush=True,
+            )
+            report.rows.append({"shape": shape, "contender": name, "us": us})
+        report.save()
 
 
 if __name__ == "__main__":

@@ -9,23 +9,17 @@ the launch queue, contenders take turns, and times are medians of single calls.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import gc
-import json
 import pstats
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from bench.latent import compressed, errors, paged, sparse
-from openmla.bench.harness import describe_machine
+from bench.report import BURST, Report, host_times, script_parser
 
-BURST, ROUNDS = 40, 9  # calls in a row, and repetitions
 CASES = {
     "dense-bf16-h16-1x4096": partial(paged, "1x4096", 16, 1, 1),
     "dense-bf16-h128-64x1024": partial(paged, "64x1024", 128, 1, 1),
@@ -35,22 +29,6 @@ CASES = {
     "v4-h64-b16": partial(compressed, 16, 64, 512, 1),
 }
 PEERS = ("openmla", "flashmla", "triton")
-
-
-def host_times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median microseconds until a call returns."""
-    seen: dict[str, list[float]] = {name: [] for name in calls}
-    gc.disable()
-    for turn in range(ROUNDS + 1):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            for _ in range(BURST):
-                begin = time.perf_counter()
-                call()
-                if turn:
-                    seen[name].append(time.perf_counter() - begin)
-    gc.enable()
-    return {name: 1e6 * statistics.median(each) for name, each in seen.items()}
 
 
 def show_profile(call: Callable[[], Any]) -> None:
@@ -66,35 +44,29 @@ def show_profile(call: Callable[[], Any]) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.host")
-    parser.add_argument("--json", help="write the rows here too")
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--profile", action="store_true", help="functions by their own time")
-    options = parser.parse_args(arguments)
+    parser = script_parser("host", __doc__, "cases")
+    parser.add_argument("--profile", action="store_true", help="also print functions by own time")
+    header = f"{'case':<28} {'contender':<10} {'us':>7}  of FlashMLA's"
+    report = Report(parser, arguments, header)
     torch.manual_seed(0)
-    machine = describe_machine("cuda")
-    print(machine)
-    print(f"{'case':<28} {'contender':<10} {'us':>7}  of FlashMLA's")
-    rows = []
     with torch.inference_mode():
         for title, make in CASES.items():
-            if options.only not in title:
+            if not report.wants(title):
                 continue
             shape = make()
             calls = {name: call for name, call in shape.contenders.items() if name in PEERS}
-            wrong = {name: errors(call, shape.exact)[0] for name, call in calls.items()}
+            wrong = {name: errors(call(), shape.exact)[0] for name, call in calls.items()}
             calls = {name: call for name, call in calls.items() if wrong[name] < 0.05}
             times = host_times(calls)
             for name, us in times.items():
                 ratio = us / times["flashmla"] if "flashmla" in times else None
                 shown = "" if ratio is None else f"{ratio:.2f}"
                 print(f"{title:<28} {name:<10} {us:>7.1f}  {shown}", flush=True)
-                rows.append({"case": title, "contender": name, "us": us, "of_flashmla": ratio})
-            if options.profile:
+                row = {"case": title, "contender": name, "us": us, "of_flashmla": ratio}
+                report.rows.append(row)
+            if report.options.profile:
                 show_profile(calls["openmla"])
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+            report.save()
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ either.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -22,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.latent import kept_rows, timed
-from openmla.bench.harness import describe_machine
+from bench.report import Report, script_parser
+from openmla.bench.harness import relative_error, time_graphs
+from openmla.bench.inputs import random_cache
 from openmla.cache.format import get_format
-from openmla.errors import UnsupportedError
 from openmla.ops import index_logits, index_select, index_topk
 
 HI, DI, K, BS, FORMAT = 64, 128, 2048, 64, "index_fp8"
@@ -43,12 +40,8 @@ def make(
 ) -> Shape:
     """B requests of S keys, of which the last n tokens are queries; n = 1 is decode."""
     torch.manual_seed(0)
-    T, blocks, layout = B * n, S // BS, get_format(FORMAT)
-    cache = torch.empty(B * blocks, BS, layout.width(DI), dtype=layout.dtype, device=device)
-    one = torch.ones((), device=device)
-    for start in range(0, B * S, 65536):
-        slots = torch.arange(start, min(start + 65536, B * S), device=device)
-        layout.write(cache, slots, torch.randn(len(slots), DI, device=device), one)
+    T, blocks = B * n, S // BS
+    cache = random_cache(B * blocks, BS, FORMAT, DI, device)
     table = torch.randperm(B * blocks, device=device).int().view(B, blocks)
     q = torch.randn(T, HI, DI, device=device).to(FP8)
     w = torch.rand(T, HI, device=device) / 100
@@ -88,9 +81,9 @@ def make(
         },
     }
     if find_spec("deep_gemm") is not None:
-        groups["scores"]["deep_gemm"] = _deep_gemm(q, w, cache, table, lens, B, n, S)
+        groups["scores"]["deep_gemm"] = _deep_gemm(q, w, cache, table, lens, n, S)
         # scores that a row may not see must be -inf before torch selects
-        clean = _deep_gemm(q, w, cache, table, lens, B, n, S, clean=n > 1)
+        clean = _deep_gemm(q, w, cache, table, lens, n, S, clean=n > 1)
         groups["both"]["deep_gemm, unsorted"] = lambda: torch_topk(clean())
     return Shape(groups, _problems(asked, logits, choose(), fused()), calls)
 
@@ -102,11 +95,9 @@ def _problems(
     q, w, cache, table, _, lens = asked
     wrong = {}
     n = int(lens[0])
-    slots = (table[0].long()[:, None] * BS + torch.arange(BS, device=q.device)).flatten()[:n]
-    one = torch.ones((), device=q.device)
-    keys = get_format(FORMAT).read(cache, slots, one, torch.float64, DI)
+    keys = read_keys(cache, table, torch.float64)[:n]
     exact = ((q[0].double() @ keys.T).relu() * w[0].double()[:, None]).sum(0)
-    error = float((logits[0, :n].double() - exact).norm() / exact.norm())
+    error = relative_error(logits[0, :n], exact)
     if error > 1e-3:
         wrong["scores"] = f"off by {error:.1e}"
     print(f"  scores differ from float64 by {error:.1e}")
@@ -117,17 +108,17 @@ def _problems(
     return wrong
 
 
+def read_keys(cache: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """All keys of the first request."""
+    slots = (table[0].long()[:, None] * BS + torch.arange(BS, device=table.device)).flatten()
+    one = torch.ones((), device=table.device)
+    return get_format(FORMAT).read(cache, slots, one, dtype, DI)
+
+
 def _deep_gemm(
-    q: Tensor,
-    w: Tensor,
-    cache: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    B: int,
-    n: int,
-    S: int,
+    q: Tensor, w: Tensor, cache: Tensor, table: Tensor, lens: Tensor, n: int, S: int,
     clean: bool = False,
-) -> Callable[[], Tensor]:
+) -> Callable[[], Tensor]:  # fmt: skip
     """DeepGEMM's scores; a decode step's plan is made beforehand and not timed."""
     gemm = import_module("deep_gemm")
     if n == 1:
@@ -137,9 +128,7 @@ def _deep_gemm(
         return lambda: gemm.fp8_paged_mqa_logits(
             q[:, None], pages, w, lens[:, None], table, plan, S, clean_logits=False
         )
-    slots = (table[0].long()[:, None] * BS + torch.arange(BS, device=q.device)).flatten()
-    one = torch.ones((), device=q.device)
-    keys = get_format(FORMAT).read(cache, slots, one, torch.float32, DI)
+    keys = read_keys(cache, table, torch.float32)
     scales = keys.abs().amax(1) / 448
     k8 = (keys / scales[:, None]).to(FP8)
     zeros = torch.zeros_like(lens)
@@ -154,18 +143,9 @@ def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.indexer")
-    parser.add_argument("--json", help="write the rows here too; shapes in it are not run again")
-    parser.add_argument("--only", default="", help="shapes whose name holds this")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise UnsupportedError("bench: indexer needs a GPU.")
-    machine = describe_machine("cuda")
-    print(machine)
-    rows = kept_rows(options.json, machine)
-    known = {row["shape"] for row in rows}
+    report = Report(script_parser("indexer", __doc__), arguments, resume=True)
     for title, making in shapes():
-        if options.only not in title or title in known:
+        if not report.wants(title):
             continue
         print(title)
         shape = making()
@@ -173,14 +153,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
             if group in shape.wrong:
                 print(f"  {group:<7} WRONG: {shape.wrong[group]}")
                 continue
-            for name, us in timed(contenders, shape.calls).items():
+            for name, us in time_graphs(contenders, shape.calls).items():
                 print(f"  {group:<7} {name:<22} {us:>9.1f} us", flush=True)
-                rows.append({"shape": title, "what": group, "contender": name, "us": us})
+                row = {"shape": title, "what": group, "contender": name, "us": us}
+                report.rows.append(row)
         del shape
-        if options.json:
-            with open(options.json + ".new", "w") as file:
-                json.dump({"machine": machine, "rows": rows}, file, indent=1)
-            os.replace(options.json + ".new", options.json)
+        report.save()
 
 
 if __name__ == "__main__":

@@ -16,13 +16,9 @@ backends/triton/_tiles.py by hand.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import itertools
-import json
-import os
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,10 +39,12 @@ from bench.decode_batch import (
     lengths,
     vllm_batch,
 )
+from bench.report import Report, judged, script_parser
 from bench.serving import dense_shapes, sparse_shapes, summary
 from openmla.backends import Problem, forget_choices, slower, why_not
 from openmla.backends.segments import alignment, problem_of, query_alignment
-from openmla.bench.harness import describe_machine
+from openmla.bench.harness import relative_error, time_graphs
+from openmla.bench.inputs import random_cache
 from openmla.cache.format import get_format
 from openmla.ops import Segment, cache_gather, mqa_paged, mqa_sparse
 from openmla.ops.mqa_paged import problem as paged_problem
@@ -54,8 +52,8 @@ from openmla.ops.mqa_paged import problem as paged_problem
 K, BS = 2048, 64
 SCALE = D**-0.5
 PEERS = ("flashmla", "fa3")  # parts of the names of other packages' contenders
-ROUNDS = 9
 CHECKED = 64  # requests to check
+DECODED = 1024  # more tokens are a prefill of one request
 Contender = Callable[..., tuple[Tensor, Tensor]]  # without arguments: out [T, H, C], lse [T, H]
 
 
@@ -69,13 +67,7 @@ class Shape(NamedTuple):
 
 def cached(num_rows: int, format: str, width: int = D) -> Tensor:
     """Random rows in a cache of blocks."""
-    layout = get_format(format)
-    data = torch.empty(num_rows // BS, BS, layout.width(width), dtype=layout.dtype, device="cuda")
-    one = torch.ones((), device="cuda")
-    for start in range(0, num_rows, 65536):
-        slots = torch.arange(start, min(start + 65536, num_rows), device="cuda")
-        layout.write(data, slots, torch.randn(len(slots), width, device="cuda") / 3, one)
-    return data
+    return random_cache(num_rows // BS, BS, format, width, "cuda", std=1 / 3)
 
 
 def attended(
@@ -101,7 +93,7 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
     named = torch.randint(0, num_rows, (T, K), device="cuda", dtype=torch.int32)
     lens = torch.full((T,), K, device="cuda", dtype=torch.int32)
     positions = torch.full((T,), num_rows - 1, device="cuda")
-    if T > 1024 and format != "bf16":  # one request's positions, as in plans
+    if T > DECODED and format != "bf16":  # one request's positions, as in plans
         table = torch.randperm(num_rows // BS, device="cuda").int()
         slots = (table[(named // BS).long()] * BS + named % BS).int()
         start_loc = torch.tensor([0, T], device="cuda", dtype=torch.int32)
@@ -122,13 +114,13 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
         scales = torch.ones(q.shape[:2], device="cuda")
         own = partial(ours.func, e4m3, *ours.args[1:], **{**ours.keywords, "q_scale": scales})
         eight["openmla e4m3"] = partial(own, backend=taken(e4m3, [segment]))
-        if T <= 1024:
+        if T <= DECODED:
             eight["triton e4m3"] = partial(own, backend="triton")
     few = slots[:2].flatten().long()
     rows = get_format(format).read(cache, few, one, torch.float64, D).view(-1, K, D)
     contenders: dict[str, Contender] = {"openmla": ours, **eight}
     if find_spec("flash_mla") is not None:
-        contenders |= _flash_sparse(q, cache, slots, format)
+        contenders |= _flash_listed(q, [cache], [slots], format)
         given = Segment(cache, one, format, "slots", rows=slots, row_lens=lens)
         call = partial(mqa_sparse, q, start_loc, positions, given, C=C, scale=SCALE)
         contenders |= adapted(problem_of(q, [given], C=C, run_length=0), call) if H >= 64 else {}
@@ -143,46 +135,66 @@ def adapted(problem: Problem, call: Callable[..., tuple[Tensor, Tensor]]) -> dic
     return {"flashmla adapter": partial(call, backend="flashmla")}
 
 
-def legacy_side(flash: Any) -> dict[str, bool]:
+def legacy_side(flash: Any) -> dict[str, Any]:
     """Select the SM90 kernels in sgl-flash-mla."""
     taken = inspect.signature(flash.flash_mla_with_kvcache).parameters
     return {"use_legacy": True} if "use_legacy" in taken else {}
 
 
-def _flash_sparse(q: Tensor, cache: Tensor, slots: Tensor, format: str) -> dict[str, Contender]:
-    """FlashMLA over lists. Its decode kernel reads packed rows directly; for prefill all rows may
-    also be gathered for its bf16 kernel, which is faster."""
+def _flash_listed(
+    q: Tensor, caches: Sequence[Tensor], slots: Sequence[Tensor], format: str,
+    sink: Tensor | None = None,
+) -> dict[str, Contender]:  # fmt: skip
+    """FlashMLA over lists of slots, one list per cache. Its decode kernel reads packed rows.
+    Prefill also has its bf16 kernel with openmla's gather of all rows, which a layer would need.
+    With two caches (V4), that kernel over rows gathered beforehand replaces the decode kernel."""
     flash = import_module("flash_mla")
-    T, H, _ = q.shape
-    padded = q if H >= 64 else torch.zeros(T, 64, D, device="cuda", dtype=q.dtype)
+    (T, H, width), side = q.shape, legacy_side(flash)
+    padded = q if H >= 64 else torch.zeros(T, 64, width, device=q.device, dtype=q.dtype)
     padded[:, :H] = q
+    sinks: dict[str, Tensor] = {}
+    if sink is not None:
+        sinks["attn_sink"] = torch.full((padded.shape[1],), -torch.inf, device=q.device)
+        sinks["attn_sink"][:H] = sink
+    extra: dict[str, Tensor] = {}
+    if len(caches) == 2:
+        extra = {
+            "extra_k_cache": caches[1].unsqueeze(2),
+            "extra_indices_in_kvcache": slots[1].unsqueeze(1),
+        }
     metadata, _ = flash.get_mla_metadata()
 
     def decode() -> tuple[Tensor, Tensor]:
         out, lse = flash.flash_mla_with_kvcache(
-            padded.unsqueeze(1), cache.unsqueeze(2), None, None, C, metadata,
-            softmax_scale=SCALE, is_fp8_kvcache=True, indices=slots.unsqueeze(1),
-            **legacy_side(flash),
+            padded.unsqueeze(1), caches[0].unsqueeze(2), None, None, C, metadata,
+            softmax_scale=width**-0.5, is_fp8_kvcache=True, indices=slots[0].unsqueeze(1), **sinks,
+            **extra, **side,
         )  # fmt: skip
         return out[:, 0, :H], lse[:, :H, 0]
 
+    if T <= DECODED and format != "bf16":
+        return {"flashmla": decode}
+    starts = itertools.accumulate((len(cache) * BS for cache in caches), initial=0)
+    listed = torch.cat([each + start for each, start in zip(slots, starts, strict=False)], 1)
+
     def prefill(rows: Tensor) -> tuple[Tensor, Tensor]:
-        flat, side = rows.view(-1, 1, D), legacy_side(flash)
-        out, _, lse = flash.flash_mla_sparse_fwd(padded, flat, slots.unsqueeze(1), SCALE, **side)
+        out, _, lse = flash.flash_mla_sparse_fwd(
+            padded, rows.view(-1, 1, width), listed.unsqueeze(1), width**-0.5, **sinks, **side
+        )
         return out[:, :H], lse[:, :H]
 
     if format == "bf16":
-        return {"flashmla": partial(prefill, cache)}
-    if T <= 1024:
-        return {"flashmla": decode}
-    copy = q.new_empty(cache.shape[0] * cache.shape[1], D)
-    gather = gather_all(copy, (cache,), format)
+        return {"flashmla": partial(prefill, caches[0])}
+    copy = q.new_empty(sum(len(cache) for cache in caches) * BS, width)
+    gather = gather_all(copy, caches, format)
+    gather()
 
     def gathered() -> tuple[Tensor, Tensor]:
         gather()
         return prefill(copy)
 
-    return {"flashmla": decode, "gather+flashmla": gathered}
+    own = partial(prefill, copy) if extra else decode
+    return {"flashmla": own, "gather+flashmla": gathered}
 
 
 def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shape:
@@ -285,44 +297,30 @@ def dense(batch: DecodeBatch, calls: int, format: str = "bf16") -> Shape:
         for name, backend in (("openmla e4m3", "gluon"), ("triton e4m3", "triton")):
             contenders[name] = partial(with_e4m3, backend=backend)
         if find_spec("flash_mla") is not None:
-            contenders["flashmla"] = _flash_paged_fp8(batch)
+            contenders["flashmla"] = partial(_flash_paged(batch, fp8=True), cache)
     exact = exact_paged(batch, format)
     return Shape(contenders, exact, calls, sum(batch.lens), get_format(format).row_bytes(D))
 
 
-def _flash_paged(batch: DecodeBatch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    flash = import_module("flash_mla")
+def _flash_paged(
+    batch: DecodeBatch, fp8: bool = False
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """FlashMLA over all keys. With fp8 queries, it rounds probs to fp8."""
+    flash = import_module("flash_mla.flash_mla_interface" if fp8 else "flash_mla")
     metadata, _ = flash.get_mla_metadata()
-    legacy = legacy_side(flash)
-    queries = batch.q.view(-1, batch.new, *batch.q.shape[1:])
+    q, new, more = batch.q, batch.new, legacy_side(flash)
+    if fp8:
+        q, one = q.to(torch.float8_e4m3fn), torch.ones(1, device="cuda")
+        metadata.tile_scheduler_metadata, metadata.num_splits = flash.get_mla_decoding_metadata(
+            batch.seq_lens, new * q.shape[1], 1, q.shape[1], True, use_legacy=True
+        )
+        more = {"is_fp8_kvcache": True, "use_legacy": True, "descale_q": one, "descale_k": one}
+    queries = q.view(-1, new, *q.shape[1:])
 
     def decode(cache: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = flash.flash_mla_with_kvcache(
             queries, cache.unsqueeze(2), batch.table, batch.seq_lens, C, metadata,
-            softmax_scale=SCALE, causal=True, **legacy,
-        )  # fmt: skip
-        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-
-    return decode
-
-
-def _flash_paged_fp8(batch: DecodeBatch) -> Contender:
-    """FlashMLA with fp8 queries, which rounds probs to fp8."""
-    q, cache, table, seq_lens, new = (
-        batch.q, batch.layers[0], batch.table, batch.seq_lens, batch.new
-    )  # fmt: skip
-    flash = import_module("flash_mla.flash_mla_interface")
-    metadata, _ = flash.get_mla_metadata()
-    metadata.tile_scheduler_metadata, metadata.num_splits = flash.get_mla_decoding_metadata(
-        seq_lens, new * q.shape[1], 1, q.shape[1], True, use_legacy=True
-    )
-    queries = q.to(torch.float8_e4m3fn).view(-1, new, *q.shape[1:])
-    one = torch.ones(1, device="cuda")
-
-    def decode() -> tuple[Tensor, Tensor]:
-        out, lse = flash.flash_mla_with_kvcache(
-            queries, cache.unsqueeze(2), table, seq_lens, C, metadata, softmax_scale=SCALE,
-            causal=True, is_fp8_kvcache=True, use_legacy=True, descale_q=one, descale_k=one,
+            softmax_scale=SCALE, causal=True, **more,
         )  # fmt: skip
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
@@ -333,7 +331,7 @@ def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
     """V4: each token over its last 128 rows and its selected entries, with a sink. Decode has one
     token per request; prefill has one request with consecutive tokens."""
     window, format, M, entries, scale = 128, "fp8_dsv4", 4, 32768, C**-0.5
-    one, prefill = torch.ones((), device="cuda"), T > 1024
+    one, prefill = torch.ones((), device="cuda"), T > DECODED
     B = 1 if prefill else T
     columns = (T + window) // BS if prefill else M
     rows = cached(B * columns * BS, format, C)
@@ -369,15 +367,13 @@ def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
     exact = attended(q[:2], torch.cat(both, 1), scale, sink)
     contenders: dict[str, Contender] = {"openmla": ours}
     if find_spec("flash_mla") is not None:
-        contenders |= _flash_compressed(q, rows, near, pool, far, sink)
+        contenders |= _flash_listed(q, [rows, pool], [near, far], format, sink)
         call = partial(mqa_sparse, q, start_loc, positions, first, second, sink, C=C, scale=scale)
         contenders |= adapted(problem_of(q, [first, second], C=C, run_length=0), call)
     return Shape(contenders, exact, calls, T * (window + chosen), layout.row_bytes(C))
 
 
-def gather_all(
-    out: Tensor, caches: Sequence[Tensor], format: str = "fp8_dsv4"
-) -> Callable[[], None]:
+def gather_all(out: Tensor, caches: Sequence[Tensor], format: str) -> Callable[[], None]:
     """A function that writes every row of some caches, one cache after another, in 16 bits."""
     calls, first = [], 0
     for cache in caches:
@@ -394,48 +390,6 @@ def gather_all(
             call()
 
     return gather
-
-
-def _flash_compressed(
-    q: Tensor, rows: Tensor, near: Tensor, pool: Tensor, far: Tensor, sink: Tensor
-) -> dict[str, Contender]:
-    """FlashMLA for V4. Prefill is its bf16 kernel alone, over rows gathered beforehand, and with
-    openmla's gather of all rows, which a layer would need."""
-    flash = import_module("flash_mla")
-    T, H, _ = q.shape
-    padded = q if H >= 64 else torch.zeros(T, 64, C, device="cuda", dtype=q.dtype)
-    padded[:, :H] = q
-    sinks = torch.full((padded.shape[1],), -torch.inf, device="cuda")
-    sinks[:H] = sink
-    metadata, _ = flash.get_mla_metadata()
-
-    def decode() -> tuple[Tensor, Tensor]:
-        out, lse = flash.flash_mla_with_kvcache(
-            padded.unsqueeze(1), rows.unsqueeze(2), None, None, C, metadata,
-            softmax_scale=C**-0.5, is_fp8_kvcache=True, indices=near.unsqueeze(1), attn_sink=sinks,
-            extra_k_cache=pool.unsqueeze(2), extra_indices_in_kvcache=far.unsqueeze(1),
-            **legacy_side(flash),
-        )  # fmt: skip
-        return out[:, 0, :H], lse[:, :H, 0]
-
-    if T <= 1024:
-        return {"flashmla": decode}
-    flat = q.new_empty((len(rows) + len(pool)) * BS, C)
-    gather = gather_all(flat, (rows, pool))
-    gather()
-    listed = torch.cat([near, far + len(rows) * BS], 1).unsqueeze(1)
-
-    def prefill() -> tuple[Tensor, Tensor]:
-        out, _, lse = flash.flash_mla_sparse_fwd(
-            padded, flat.unsqueeze(1), listed, C**-0.5, attn_sink=sinks, **legacy_side(flash)
-        )
-        return out[:, :H], lse[:, :H]
-
-    def gathered() -> tuple[Tensor, Tensor]:
-        gather()
-        return prefill()
-
-    return {"flashmla": prefill, "gather+flashmla": gathered}
 
 
 def tiles(title: str, ours: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Contender]:
@@ -525,50 +479,11 @@ def vllm_shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
     yield "vllm-decode-h16-p16-64x4096-BLNHC", partial(served, "64x4096", 16, 1, 16, "BLNHC")
 
 
-def errors(contender: Contender, exact: tuple[Tensor, Tensor]) -> tuple[float, float]:
+def errors(result: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> tuple[float, float]:
     """Relative error of out, largest error of lse, over the tokens that were computed exactly."""
-    out, lse = contender()
     n = len(exact[0])
-    wrong = (out[:n].double() - exact[0]).norm() / exact[0].norm()
-    return float(wrong), float((lse[:n].double() - exact[1]).abs().max())
-
-
-def checked_ones(title: str, shape: Shape) -> dict[str, tuple[float, float]]:
-    """Errors of all contenders that the machine can launch."""
-    too_large = import_module("triton.runtime.errors").OutOfResources
-    found = {}
-    for name, contender in shape.contenders.items():
-        try:
-            found[name] = errors(contender, shape.exact)
-        except too_large as reason:
-            print(f"{title:<36} {name:<13} does not fit: {reason}")
-        except RuntimeError as reason:
-            if not any(peer in name for peer in PEERS):
-                raise
-            print(f"{title:<36} {name:<13} cannot: {reason}")
-    return found
-
-
-def timed(contenders: Mapping[str, Callable[[], Any]], calls: int) -> dict[str, float]:
-    """Microseconds per call, medians over rounds in rotation."""
-    graphs = {}
-    for name, contender in contenders.items():
-        contender()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(calls):
-                contender()
-    seen: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            seen[name].append(1000 * begin.elapsed_time(end) / calls)
-    return {name: statistics.median(times) for name, times in seen.items()}
+    out, lse = (each[:n] for each in result)
+    return relative_error(out, exact[0]), float((lse.double() - exact[1]).abs().max())
 
 
 def is_baseline(name: str) -> bool:
@@ -584,66 +499,45 @@ def absent() -> dict[str, str]:
     return {name: why for name, why in missing.items() if why is not None}
 
 
-def kept_rows(path: str | None, machine: Any) -> list[dict[str, Any]]:
-    """Shapes measured before a run was interrupted, if on this machine and commit."""
-    if path is None or not os.path.exists(path):
-        return []
-    with open(path) as file:
-        found = json.load(file)
-    return found["rows"] if found["machine"] == machine else []
-
-
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.latent")
-    parser.add_argument("--json", help="write the rows here too; shapes in it are not run again")
-    parser.add_argument("--only", default="", help="shapes whose name holds this")
-    parser.add_argument("--sweep", action="store_true", help="other tiles as well")
-    options = parser.parse_args(arguments)
+    parser = script_parser("latent", __doc__)
+    parser.add_argument("--sweep", action="store_true", help="also time other tiles")
+    columns = f"{'us':>9} {'ratio':>6} {'TB/s':>6} {'error':>8}"
+    report = Report(parser, arguments, f"{'shape':<36} {'contender':<17} {columns}", resume=True)
     torch.manual_seed(0)
-    machine = describe_machine("cuda")
-    print(machine)
     for name, why in absent().items():
         print(f"without {name}: {why}")
-    print(f"{'shape':<36} {'contender':<17} {'us':>9} {'ratio':>6} {'TB/s':>6} {'error':>8}")
-    rows = kept_rows(options.json, machine)
-    known = {row["shape"] for row in rows}
     for title, make in shapes():
-        if options.only not in title or title in known:
+        if not report.wants(title):
             continue
         shape = make()
-        if options.sweep:
+        if report.options.sweep:
             shape.contenders.update(tiles(title, shape.contenders["openmla"]))
-        checked = checked_ones(title, shape)
-        right = {name: run for name, run in shape.contenders.items() if name in checked}
+        found = judged(title, shape.contenders, partial(errors, exact=shape.exact), PEERS)
         limits = {"flashmla": 5e-2} if "-fp8-" in title else {}  # probs in fp8
         if "fp8_ds_mla" not in title:  # fp8_ds_mla widens queries; the others multiply in fp8
-            limits |= {name: 8e-3 for name in right if name.endswith("e4m3")}
-        right = {
-            name: run for name, run in right.items() if checked[name][0] < limits.get(name, 4e-3)
-        }
-        times = timed(right, shape.calls)
-        for name in checked:
+            limits |= {name: 8e-3 for name in found if name.endswith("e4m3")}
+        right = [name for name, (error, _) in found.items() if error < limits.get(name, 4e-3)]
+        times = time_graphs({name: shape.contenders[name] for name in right}, shape.calls)
+        for name, (error, lse_error) in found.items():
             if name not in times:
-                print(f"{title:<36} {name:<13} WRONG, error {checked[name][0]:.4f}")
+                print(f"{title:<36} {name:<13} WRONG, error {error:.4f}")
                 continue
             theirs = [us for peer, us in times.items() if is_baseline(peer)]
             ratio = min(theirs) / times[name] if theirs else None
             rate = shape.rows * shape.row_bytes / times[name] / 1e6
             shown = "" if ratio is None else f"{ratio:.2f}"
             print(
-                f"{title:<36} {name:<17} {times[name]:>9.1f} {shown:>6} {rate:>6.2f} "
-                f"{checked[name][0]:>8.5f}",
+                f"{title:<36} {name:<17} {times[name]:>9.1f} {shown:>6} {rate:>6.2f} {error:>8.5f}",
                 flush=True,
             )
             flashmla = times["flashmla"] / times[name] if "flashmla" in times else None
-            rows.append(
+            report.rows.append(
                 {"shape": title, "contender": name, "us": times[name], "ratio": ratio,
-                 "to_flashmla": flashmla, "error": checked[name][0], "lse_error": checked[name][1]}
+                 "to_flashmla": flashmla, "error": error, "lse_error": lse_error}
             )  # fmt: skip
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump({"machine": machine, "rows": rows}, file, indent=1)
-    for line in summary(rows):
+        report.save()
+    for line in summary(report.rows):
         print(line)
 
 

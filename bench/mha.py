@@ -9,10 +9,8 @@ requests padded to the longest, or one call each. Ratios are to the faster of th
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -22,10 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from bench.latent import timed
+from bench.report import Report, script_parser
 from openmla.backends import problem_on, why_not
-from openmla.bench.harness import describe_machine
-from openmla.errors import UnsupportedError
+from openmla.bench.harness import relative_error, time_graphs
 from openmla.ops import mha_ragged
 
 _SEEDED = random.Random(1)
@@ -85,45 +82,39 @@ def make(lens: Sequence[int], H: int, E: int, R: int, V: int) -> dict[str, Calla
     return contenders
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.mha")
-    parser.add_argument("--json", help="write the rows here too")
-    parser.add_argument("--only", default="", help="shapes whose name holds this")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise UnsupportedError("bench: mha needs a GPU.")
-    machine = describe_machine("cuda")
-    print(machine)
-    print(f"{'shape':<22} {'contender':<18} {'us':>9} {'ratio':>6} TFLOP/s  difference")
-    rows = []
-    for H, E, R, V in SHAPES:
+def prompts(
+    report: Report, shapes: Sequence[tuple[int, int, int, int]]
+) -> Iterator[tuple[str, list[int], tuple[int, int, int, int], int]]:
+    """Requested shapes: name, lengths, heads and widths, FLOPs of causal attention."""
+    for H, E, R, V in shapes:
         for title, lens in LENGTHS.items():
             shape = f"h{H}-{E}/{V}-{title}"
-            if options.only not in shape:
+            if report.wants(shape):
+                yield shape, lens, (H, E, R, V), H * (E + V) * sum(n * (n + 1) for n in lens)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    header = f"{'shape':<22} {'contender':<18} {'us':>9} {'ratio':>6} TFLOP/s  difference"
+    report = Report(script_parser("mha", __doc__), arguments, header)
+    for shape, lens, widths, flops in prompts(report, SHAPES):
+        contenders = make(lens, *widths)
+        expected = contenders[PLAIN[0]]()
+        wrong = {name: relative_error(call(), expected) for name, call in contenders.items()}
+        times = time_graphs({name: contenders[name] for name in wrong if wrong[name] < 0.01}, 3)
+        best = min(times[name] for name in PLAIN)
+        for name in contenders:
+            if name not in times:
+                print(f"{shape:<22} {name:<18} WRONG, {wrong[name]:.4f} from the plain call")
                 continue
-            contenders = make(lens, H, E, R, V)
-            expected = contenders[PLAIN[0]]().double()
-            wrong = {
-                name: float((call().double() - expected).norm() / expected.norm())
-                for name, call in contenders.items()
-            }
-            times = timed({name: contenders[name] for name in wrong if wrong[name] < 0.01}, 3)
-            best = min(times[name] for name in PLAIN)
-            flops = H * (E + V) * sum(n * (n + 1) for n in lens)
-            for name in contenders:
-                if name not in times:
-                    print(f"{shape:<22} {name:<18} WRONG, {wrong[name]:.4f} from the plain call")
-                    continue
-                us = times[name]
-                print(
-                    f"{shape:<22} {name:<18} {us:>9.1f} {best / us:>6.2f} "
-                    f"{flops / us / 1e6:>7.0f}  {wrong[name]:.5f}",
-                    flush=True,
-                )
-                rows.append({"shape": shape, "contender": name, "us": us, "ratio": best / us})
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+            us = times[name]
+            print(
+                f"{shape:<22} {name:<18} {us:>9.1f} {best / us:>6.2f} "
+                f"{flops / us / 1e6:>7.0f}  {wrong[name]:.5f}",
+                flush=True,
+            )
+            row = {"shape": shape, "contender": name, "us": us, "ratio": best / us}
+            report.rows.append(row)
+        report.save()
 
 
 if __name__ == "__main__":

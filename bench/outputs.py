@@ -13,20 +13,16 @@ rotation; times are medians. Ratios are to the two ops, and to torch's.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from bench.absorbed import tiles
-from bench.latent import timed
-from openmla.bench.harness import describe_machine
-from openmla.errors import UnsupportedError
+from bench.report import Report, judged, script_parser
+from openmla.bench.harness import relative_error, time_graphs
 from openmla.ops import merge_quantize, merge_states, project_quantize, quantize_out
 from openmla.outputs import QuantizedOutput, decode_output, get_output_format, make_output
 
@@ -129,29 +125,27 @@ def differences(make: Make, n: int, H: int, out: QuantizedOutput) -> dict[str, f
     for name in make(n, H, out)[0]:
         torch.manual_seed(0)
         make(n, H, out)[0][name]()
-        found[name] = decode_output(out).double()
-    first = found[FUSED]
-    return {name: float((each - first).norm() / first.norm()) for name, each in found.items()}
+        found[name] = decode_output(out)
+    return {name: relative_error(each, found[FUSED]) for name, each in found.items()}
 
 
-def swept(n: int, H: int, out: QuantizedOutput) -> Contenders:
+def swept(shape: str, n: int, H: int, out: QuantizedOutput) -> Contenders:
     """The one op with other tiles that the machine can launch and that give right results."""
-    too_large = import_module("triton.runtime.errors").OutOfResources
-    found: Contenders = {}
     runs = tiles("project_quantize", n, C, get_output_format(out.format).group)
-    for name, run in runs.items():
-        tried = partial(run, rows=None, first_row=0)
+
+    def attempt(one_op: Callable[..., None]) -> tuple[Callable[[], None], Tensor]:
         torch.manual_seed(0)
-        projecting(n, H, out)[0][FUSED]()
-        exact = decode_output(out).double()
-        torch.manual_seed(0)
-        try:
-            contender = projecting(n, H, out, tried)[0][FUSED]
-            contender()
-        except too_large as reason:
-            print(f"{name} does not fit: {reason}")
-            continue
-        apart = float((decode_output(out).double() - exact).norm() / exact.norm())
+        contender = projecting(n, H, out, one_op)[0][FUSED]
+        contender()
+        return contender, decode_output(out)
+
+    _, exact = attempt(project_quantize)
+    attempts = {
+        name: partial(attempt, partial(run, rows=None, first_row=0)) for name, run in runs.items()
+    }
+    found: Contenders = {}
+    for name, (contender, made) in judged(shape, attempts, lambda pair: pair).items():
+        apart = relative_error(made, exact)
         if apart < 0.02:
             found[name] = contender
         else:
@@ -160,20 +154,13 @@ def swept(n: int, H: int, out: QuantizedOutput) -> Contenders:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.outputs")
-    parser.add_argument("--json", help="write the rows here too")
-    parser.add_argument("--only", default="", help="shapes whose name holds this")
-    parser.add_argument("--sweep", action="store_true", help="other tiles of decode as well")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise UnsupportedError("bench: outputs needs a GPU.")
-    machine = describe_machine("cuda")
-    print(machine)
-    print(f"{'shape':<30} {'contender':<18} {'us':>9} {'two ops':>8} {'torch':>6}  difference")
-    rows = []
+    parser = script_parser("outputs", __doc__)
+    parser.add_argument("--sweep", action="store_true", help="also time other tiles of decode")
+    header = f"{'shape':<30} {'contender':<18} {'us':>9} {'two ops':>8} {'torch':>6}  difference"
+    report = Report(parser, arguments, header)
     with torch.inference_mode():
         for shape, make, n, H, format in shapes():
-            if options.only not in shape:
+            if not report.wants(shape):
                 continue
             out = buffers(n, H, format)
             apart = differences(make, n, H, out)
@@ -182,9 +169,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
                 print(f"{shape:<30} WRONG: {wrong}")
                 continue
             contenders, calls = make(n, H, out)
-            if options.sweep and make is projecting:
-                contenders |= swept(n, H, out)
-            times = timed(contenders, calls)
+            if report.options.sweep and make is projecting:
+                contenders |= swept(shape, n, H, out)
+            times = time_graphs(contenders, calls)
             for name, us in times.items():
                 ratios = {other: times[other] / us for other in (TWO_OPS, TORCH) if other in times}
                 print(
@@ -192,10 +179,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
                     f"{ratios.get(TORCH, float('nan')):>6.2f}  {apart.get(name, 0.0):.5f}",
                     flush=True,
                 )
-                rows.append({"shape": shape, "contender": name, "us": us, "ratios": ratios})
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+                row = {"shape": shape, "contender": name, "us": us, "ratios": ratios}
+                report.rows.append(row)
+            report.save()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from openmla import (
     make_plan,
     plan_buffers,
 )
-from openmla.bench.harness import describe_machine
+from openmla.bench.harness import describe_machine, time_once
 
 KEYS, DRAFTS, PROMPT = 8192, 4, 2048
 WARM, ROUNDS = 30, 200
@@ -138,8 +137,9 @@ def compressed_cases(step: Step, device: str) -> Iterator[Case]:
         for ratio in RATIOS if ratio in config.compressor.ratios
     ]  # fmt: skip
     captures = longest <= 1 + DRAFTS
-    buffers = _buffers(config, caches, B, sum(step.query_lens)) if captures else None
-    columns = buffers[0]["window_table"].shape[1] if buffers else 0
+    sizes = {"max_requests": B, "max_tokens": sum(step.query_lens), "max_blocks": KEYS // 256}
+    buffers = buffers_of(config, caches, **sizes) if captures else None
+    columns = buffers[caches[0].ratio]["window_table"].shape[1] if buffers else 0
     tables = _tables(caches[0], step, columns)
     make = partial(Batch, step.query_lens, lengths(B), **tables)
     batch = make()
@@ -149,29 +149,33 @@ def compressed_cases(step: Step, device: str) -> Iterator[Case]:
         layers = f"ratio {cache.ratio}{', beside' if number else ''}"
         plan = partial(make_plan, batch, config, cache, beside=beside)
         yield Case(step, layers, make, plan, None)
-    captured = partial(_plans, batch, config, caches, buffers) if buffers else None
-    yield Case(step, "all ratios", make, partial(_plans, batch, config, caches, None), captured)
+    captured = partial(plans_of, batch, config, caches, buffers) if buffers else None
+    yield Case(step, "all ratios", make, partial(plans_of, batch, config, caches), captured)
 
 
-def _plans(
-    batch: Batch, config: MLAConfig, caches: Sequence[LayerCache], buffers: Any
-) -> list[Plan]:
-    made: list[Plan] = []
-    for number, cache in enumerate(caches):
-        into = None if buffers is None else buffers[number]
-        beside = made[0] if made else None
-        made.append(make_plan(batch, config, cache, beside=beside, into=into))
+def plans_of(
+    batch: Batch, config: MLAConfig, caches: Sequence[LayerCache],
+    buffers: dict[int, dict[str, Tensor]] | None = None, **options: Any,
+) -> dict[int, Plan]:  # fmt: skip
+    """A plan per compress ratio; later ones are made beside the first."""
+    made: dict[int, Plan] = {}
+    for cache in caches:
+        if cache.ratio not in made:
+            into = None if buffers is None else buffers[cache.ratio]
+            beside = next(iter(made.values()), None)
+            made[cache.ratio] = make_plan(batch, config, cache, beside=beside, into=into, **options)
     return made
 
 
-def _buffers(
-    config: MLAConfig, caches: Sequence[LayerCache], B: int, T: int
-) -> list[dict[str, Tensor]]:
-    made: list[dict[str, Tensor]] = []
+def buffers_of(
+    config: MLAConfig, caches: Sequence[LayerCache], **sizes: int
+) -> dict[int, dict[str, Tensor]]:
+    """Buffers for plans_of()."""
+    made: dict[int, dict[str, Tensor]] = {}
     for cache in caches:
-        beside = made[0] if made else None
-        sizes = {"max_requests": B, "max_tokens": T, "max_blocks": KEYS // 256}
-        made.append(plan_buffers(config, cache, beside=beside, **sizes))
+        if cache.ratio not in made:
+            beside = next(iter(made.values()), None)
+            made[cache.ratio] = plan_buffers(config, cache, beside=beside, **sizes)
     return made
 
 
@@ -187,13 +191,8 @@ def _tables(cache: LayerCache, step: Step, columns: int) -> dict[str, Any]:
 
 def host_us(call: Callable[[], object]) -> float:
     """Median microseconds of a call, without waiting for what it launches."""
-    times = []
-    for turn in range(WARM + ROUNDS):
-        start = time.perf_counter()
-        call()
-        if turn >= WARM:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+    times = [time_once(call, "cpu") for _ in range(WARM + ROUNDS)]
+    return statistics.median(times[WARM:]) * 1e6
 
 
 def operations(call: Callable[[], object]) -> int:

@@ -10,9 +10,6 @@ whether the planner picked the faster one.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.latent import kept_rows
-from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache, make_plan
-from openmla.attention import AbsorbedWeights, Projected, Selection, attend_step
+from bench.report import Report, script_parser
+from openmla import PRESETS, Batch, LayerCache, Plan, allocate_cache, make_plan
+from openmla.attention import Selection, attend_step
 from openmla.attention.select import chosen_rows
-from openmla.bench.harness import describe_machine, time_once
-from openmla.errors import UnsupportedError
+from openmla.bench.harness import relative_error, time_round_robin
+from openmla.bench.inputs import fill, random_step
 
 BS, ROUNDS = 64, 3
 FORMS = ("absorbed", "expanded")
@@ -38,15 +35,6 @@ def shapes() -> Iterator[tuple[int, int, int, str]]:
     for H in (16, 128):
         for context in (2048, 8192, 32768, 65536, 131072):
             yield H, 8192, context, "bf16"
-
-
-def make_absorbed(config: MLAConfig, device: str) -> AbsorbedWeights:
-    H, P, V, C = (
-        config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank,
-    )  # fmt: skip
-    kv_b = (torch.randn(H * (P + V), C, device=device) * C**-0.5).bfloat16()
-    per_head = kv_b.view(H, P + V, C)
-    return AbsorbedWeights(kv_b, per_head[:, :P], per_head[:, P:].transpose(1, 2))
 
 
 def choose(plan: Plan, cache: LayerCache, K: int) -> Selection:
@@ -80,10 +68,7 @@ class Step:
         )
         latent = self.cache.latent
         assert latent is not None
-        for start in range(0, blocks * BS, 65536):
-            slots = torch.arange(start, min(start + 65536, blocks * BS), device=device)
-            rows = torch.randn(len(slots), config.latent_dim, device=device) / 3
-            latent.layout.write(latent.data, slots, rows, latent.kv_scale)
+        fill(latent.data, format, config.latent_dim, std=1 / 3)
         table = torch.randperm(blocks).int()[None]
         at = torch.arange(context, S)
         batch = Batch([n], [S], table, table[0, at // BS].long() * BS + at % BS)
@@ -98,14 +83,7 @@ class Step:
         for form, plan in self.plans.items():
             torch.manual_seed(1)  # the same keys
             self.chosen[form] = choose(plan, self.cache, config.indexer.topk)
-        bf16: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-        self.projected = Projected(
-            torch.randn(n, H, config.qk_nope_head_dim, **bf16),
-            torch.randn(n, H, config.qk_rope_head_dim, **bf16),
-            torch.randn(n, config.kv_lora_rank, **bf16) / 3,
-            torch.randn(n, config.qk_rope_head_dim, **bf16) / 3,
-        )
-        self.absorbed = make_absorbed(config, device)
+        self.projected, self.absorbed = random_step(config, n, device, torch.bfloat16, std=1 / 3)
 
     def run(self, form: str) -> Tensor:
         return attend_step(
@@ -113,50 +91,36 @@ class Step:
         )
 
     def difference(self) -> float:
-        one, two = (self.run(form).double() for form in FORMS)
-        return float((one - two).norm() / one.norm())
+        one, two = (self.run(form) for form in FORMS)
+        return relative_error(two, one)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.routes")
-    parser.add_argument("--json", help="write the rows here too; shapes in it are not run again")
-    parser.add_argument("--only", default="", help="shapes whose name holds this")
-    parser.add_argument("--backend", default="auto", help="of every op")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise UnsupportedError("bench: routes needs a GPU.")
-    machine = describe_machine("cuda")
-    print(machine)
-    print(f"{'shape':<28} {'absorbed':>10} {'masked':>10} us  difference  planner takes")
-    rows = kept_rows(options.json, machine)
-    known = {row["shape"] for row in rows}
+    parser = script_parser("routes", __doc__)
+    parser.add_argument("--backend", default="auto", help="backend of every op (default: auto)")
+    header = f"{'shape':<28} {'absorbed':>10} {'masked':>10} us  difference  planner takes"
+    report = Report(parser, arguments, header, resume=True)
     for H, n, context, format in shapes():
         title = f"h{H}-n{n}-after-{context // 1024}k-{format}"
-        if options.only not in title or title in known:
+        if not report.wants(title):
             continue
         with torch.inference_mode():
-            step = Step(H, n, context, format, options.backend)
+            step = Step(H, n, context, format, report.options.backend)
             difference = step.difference()
             if difference > 0.02:
                 print(f"{title:<28} WRONG: the routes differ by {difference:.4f}")
                 continue
-            seen: dict[str, list[float]] = {form: [] for form in FORMS}
-            for _ in range(ROUNDS):
-                for form in FORMS:
-                    seen[form].append(1e6 * time_once(partial(step.run, form), "cuda"))
-        times = {form: statistics.median(each) for form, each in seen.items()}
+            calls = {form: partial(step.run, form) for form in FORMS}
+            seen = time_round_robin(calls, ROUNDS, "cuda")
+        times = {form: 1e6 * statistics.median(each) for form, each in seen.items()}
         right = step.taken == min(times, key=lambda form: times[form])
         shown = " ".join(f"{times[form]:>10.0f}" for form in FORMS)
         verdict = f"{step.taken}, {'the faster' if right else 'the SLOWER'}"
         print(f"{title:<28} {shown}     {difference:.4f}      {verdict}", flush=True)
-        rows.append({"shape": title, **times, "taken": step.taken, "right": right})
-        if options.json:
-            with open(options.json + ".new", "w") as file:
-                json.dump({"machine": machine, "rows": rows}, file, indent=1)
-            os.replace(options.json + ".new", options.json)
-    print(
-        f"the planner takes the faster route in {sum(row['right'] for row in rows)} of {len(rows)}"
-    )
+        report.rows.append({"shape": title, **times, "taken": step.taken, "right": right})
+        report.save()
+    taken = sum(row["right"] for row in report.rows)
+    print(f"the planner takes the faster route in {taken} of {len(report.rows)}")
 
 
 if __name__ == "__main__":

@@ -11,27 +11,19 @@ than the time of the whole graph.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.latent import timed
-from openmla.bench.harness import describe_machine
-from openmla.cache.format import get_format
-from openmla.errors import UnsupportedError
-from openmla.ops import (
-    Segment,
-    index_logits,
-    index_topk,
-    index_write,
-    latent_write,
-    mqa_sparse,
-)
+from bench.report import Report, script_parser
+from openmla.bench.harness import relative_error, time_graphs
+from openmla.bench.inputs import random_cache, rotation
+from openmla.cli.options import add_plot
+from openmla.cli.pictures import INK, check_plot, picture
+from openmla.ops import Segment, index_logits, index_topk, index_write, latent_write, mqa_sparse
 
 BS, C, R, D, HI, DI, K = 64, 512, 64, 576, 64, 128, 2048
 CALLS = 10  # per graph
@@ -45,17 +37,15 @@ class Step:
         self.B, self.S, self.backend = B, S, backend
         torch.manual_seed(0)
         blocks = S // BS + 1
-        self.latent = self._cache(B * blocks, "fp8_ds_mla", D, device)
-        self.index = self._cache(B * blocks, "index_fp8", DI, device)
+        self.latent = random_cache(B * blocks, BS, "fp8_ds_mla", D, device)
+        self.index = random_cache(B * blocks, BS, "index_fp8", DI, device)
         self.table = torch.randperm(B * blocks, device=device).int().view(B, blocks)
         self.start_loc = torch.arange(B + 1, device=device, dtype=torch.int32)
         self.positions = torch.full((B,), S, device=device)
         self.lens = torch.full((B,), S + 1, dtype=torch.int32, device=device)
         self.slots = (self.table[:, S // BS] * BS + S % BS).long()
         self.one = torch.ones((), device=device)
-        half = torch.arange(0, R, 2, device=device) / R
-        angles = torch.outer(torch.arange(float(S + 1), device=device), 10000.0**-half)
-        self.rotation = torch.cat([angles.cos(), angles.sin()], dim=1)
+        self.rotation = rotation(S + 1, R, device)
         bf16: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         self.q_heads = torch.randn(B, H, 192, **bf16) / 3
         self.kv = torch.randn(B, D, **bf16)
@@ -67,15 +57,6 @@ class Step:
         self.w_idx = torch.rand(B, HI, device=device) / 100
         self.logits = self.score()
         self.chosen, self.counts = self.choose()
-
-    def _cache(self, num_blocks: int, format: str, width: int, device: str) -> Tensor:
-        """Random rows, made a part at a time."""
-        layout, one = get_format(format), torch.ones((), device=device)
-        data = torch.empty(num_blocks, BS, layout.width(width), dtype=layout.dtype, device=device)
-        for start in range(0, num_blocks * BS, 65536):
-            slots = torch.arange(start, min(start + 65536, num_blocks * BS), device=device)
-            layout.write(data, slots, torch.randn(len(slots), width, device=device), one)
-        return data
 
     def write(self) -> None:
         latent_write(
@@ -138,67 +119,54 @@ def problems(step: Step) -> list[str]:
     step.backend, ours = "reference", step.backend
     wanted, wanted_lse = step.attend()
     step.backend = ours
-    error = float((out.double() - wanted.double()).norm() / wanted.double().norm())
+    error = relative_error(out, wanted)
     if error > 0.01 or float((lse - wanted_lse).abs().max()) > 1e-3:
         found.append(f"attention is off by {error:.4f}")
     return found
 
 
-def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
+def draw(rows: Sequence[dict[str, Any]], machine: str, path: str) -> None:
     """Draw one bar per shape: the ops stacked, the whole graph as a line."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5))
-    bottom = [0.0] * len(rows)
-    for name in [name for name in rows[0] if name not in ("shape", "whole")]:
-        heights = [row[name] for row in rows]
-        axes.bar([row["shape"] for row in rows], heights, bottom=bottom, label=name)
-        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
-    axes.plot([row["shape"] for row in rows], [row["whole"] for row in rows], "k_", label="graph")
-    axes.set_ylabel("us of one layer, H200")
-    axes.tick_params(axis="x", rotation=60)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with picture(path, 4.5, f"A layer's decode step, us\n{machine}") as figure:
+        axes = figure.subplots()
+        bottom, shapes = [0.0] * len(rows), [row["shape"] for row in rows]
+        for name in [name for name in rows[0] if name not in ("shape", "whole")]:
+            heights = [row[name] for row in rows]
+            axes.bar(shapes, heights, bottom=bottom, label=name)
+            bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+        axes.plot(shapes, [row["whole"] for row in rows], "_", color=INK, label="graph")
+        axes.tick_params(axis="x", rotation=60)
+        axes.legend()
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.sparse_step")
-    parser.add_argument("--json", help="write the rows here too")
-    parser.add_argument("--plot", help="a picture, as .png")
-    parser.add_argument(
-        "--measured", metavar="FILE", help="draw what was written there, run nothing"
-    )
+    parser = script_parser("sparse_step", __doc__, only="")
+    add_plot(parser, "the results")
+    parser.add_argument("--measured", metavar="FILE", help="draw the rows of a file, run nothing")
     options = parser.parse_args(arguments)
-    if options.plot and find_spec("matplotlib") is None:
-        raise UnsupportedError('bench: --plot needs matplotlib: pip install "openmla[plot]".')
+    check_plot("bench", options.plot)
     if options.measured:
         with open(options.measured) as file:
-            draw(json.load(file)["rows"], options.plot)
+            found = json.load(file)
+        draw(found["rows"], found["machine"], options.plot)
         return
-    if not torch.cuda.is_available():
-        raise UnsupportedError("bench: sparse_step needs a GPU.")
-    machine = describe_machine("cuda")
-    print(machine)
-    rows: list[dict[str, Any]] = []
+    report = Report(parser, arguments)
     for H, B, S in SHAPES:
         step = Step(H, B, S, "cuda", "auto")
         shape, wrong = f"h{H}-b{B}-s{S // 1024}k", problems(step)
         if wrong:
             print(f"{shape:<14} WRONG: {'; '.join(wrong)}")
             continue
-        times = timed({**step.parts(), "whole": step.whole}, CALLS)
+        times = time_graphs({**step.parts(), "whole": step.whole}, CALLS)
         total = sum(times.values()) - times["whole"]
         shares = "  ".join(
             f"{name} {us:.1f} us {us / total:.0%}" for name, us in times.items() if name != "whole"
         )
         print(f"{shape:<14} graph {times['whole']:>7.1f} us   {shares}", flush=True)
-        rows.append({"shape": shape, **times})
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
-    if options.plot and rows:
-        draw(rows, options.plot)
+        report.rows.append({"shape": shape, **times})
+        report.save()
+    if options.plot and report.rows:
+        draw(report.rows, report.machine, options.plot)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import triton  # noqa: F401 - kernels run on CPU tensors then, which is known once it is loaded
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 from openmla.testing import poisoned_memory
+
+if TYPE_CHECKING:
+    from tests.parallel.processes import Processes
 
 # The same examples every time, so that a red run can be repeated. To search for new ones:
 # HYPOTHESIS_PROFILE=search python -m pytest
@@ -42,3 +45,13 @@ def inference_with_poison() -> Iterator[None]:
     """Every test runs as users are told to run, on memory that starts as NaN."""
     with torch.inference_mode(), poisoned_memory():
         yield
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Processes]:
+    """Two ranks for all tests: starting them takes longer than most of what they do."""
+    from tests.parallel.processes import Processes
+
+    ranks = Processes(2)
+    yield ranks
+    ranks.close()

@@ -12,6 +12,7 @@ import pytest
 
 from openmla.backends import BACKENDS
 from tools.gpu_tests import FOLDERS, WITHOUT_A_GPU, contracts
+from tools.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "openmla"
@@ -227,6 +228,11 @@ def test_gpu_tests_knows_which_files_use_one() -> None:
         for path in (ROOT / folder).glob("test_*.py")
         if not any(uses_one(marks, arguments) for _, marks, arguments in declared_tests(path))
     }
+
+
+def test_every_mutant_has_one_place_to_go() -> None:
+    for mutant in MUTANTS:
+        assert (PACKAGE / mutant.file).read_text().count(mutant.old) == 1, mutant.name
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-LOADED = """
-import sys
-import torch
-before = {name.split(".")[0] for name in sys.modules}
-import openmla
-after = {name.split(".")[0] for name in sys.modules}
-extra = after - before - set(sys.stdlib_module_names) - {"openmla"}
-print(sorted(extra))
-"""
-
-BLOCKED = """
+ROOT = Path(__file__).resolve().parents[1]
+# One process, because importing torch takes longer than all the rest.
+CODE = """
 import sys
 import torch  # which looks for triton itself
+
+def loaded():
+    return {name.split(".")[0] for name in sys.modules}
+
+before = loaded()
+import openmla
+assert not (extra := loaded() - before - set(sys.stdlib_module_names) - {"openmla"}), extra
+
+from openmla.cli.__main__ import main
+assert main(["size", "--model", "deepseek-v3.2", "--gpu", "h200", "--format", "fp8_ds_mla"]) == 0
+assert not (extra := {"matplotlib", "transformers", "safetensors"} & loaded()), extra
+
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {"triton", "transformers", "safetensors", "flash_mla", "vllm"}:
             raise ImportError(f"{name} is blocked")
+
 sys.meta_path.insert(0, Block())
-import openmla
 from openmla.testing import PagedCase, RaggedCase
 inputs = PagedCase("blocked", (1, 2), (33, 7)).make()
 out, lse = inputs.run(openmla.ops.mqa_paged, backend="auto")
@@ -34,19 +39,17 @@ try:
 except openmla.UnsupportedError as error:
     assert 'pip install "openmla[hf]"' in str(error), error
 out, lse = RaggedCase("blocked", (5,), (5,)).make().run(openmla.ops.mha_ragged, backend="auto")
-print("fine")
+for command in ("generate", "eval"):
+    try:
+        main([command, "--help"])
+    except SystemExit as ended:
+        print(command, "ended with", ended.code)
 """
 
 
-def fresh_interpreter(code: str) -> str:
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def test_torch_is_all_that_is_needed_and_loaded() -> None:
+    """By ops, by the size of a preset, and by the help of commands that run models."""
+    child = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    return child.stdout.strip()
-
-
-def test_nothing_but_torch_is_loaded() -> None:
-    assert fresh_interpreter(LOADED) == "[]"
-
-
-def test_reference_path_without_optional_packages() -> None:
-    assert fresh_interpreter(BLOCKED) == "fine"
+    assert "generate ended with 0" in child.stdout and "eval ended with 0" in child.stdout
+    assert "--compare" in child.stdout

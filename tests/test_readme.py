@@ -1,4 +1,4 @@
-"""The README: its first screen, its code and numbers, its links. tests/docs runs its code, too."""
+"""The README: its first screen, its code and numbers, its links."""
 
 from __future__ import annotations
 

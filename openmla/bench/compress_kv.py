@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.bench.harness import Job, main
+from openmla.bench.harness import Job, Op, results
+from openmla.bench.inputs import rotation
 from openmla.cache.format import get_format, state_rows, state_width
-from openmla.ops import compress_kv
 from openmla.ops.compress_kv import cost
 from openmla.testing import Inputs, out_budget, start_loc
 
@@ -49,39 +48,34 @@ def finished(inputs: Inputs) -> Tensor:
     return torch.cat(slots)
 
 
-def left_behind(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+def left_behind(op: Op, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     """Entries [n, D] and state that a backend writes into fresh copies."""
-    fresh = inputs.clone()
-    fresh.run(compress_kv, backend=backend)
-    layout, D = get_format(fresh.scalars["format"]), fresh["norm_weight"].shape[0]
-    slots = finished(fresh)
-    entries = layout.read(fresh["cache"], slots, fresh["kv_scale"], torch.float32, D)
-    return entries, fresh["state"]
+    cache, state = results(op, inputs, backend, ("cache", "state"))
+    layout, D = get_format(inputs.scalars["format"]), inputs["norm_weight"].shape[0]
+    return layout.read(cache, finished(inputs), inputs["kv_scale"], torch.float32, D), state
 
 
-def check(inputs: Inputs, backend: str) -> float:
+def check(op: Op, inputs: Inputs, backend: str) -> float:
     """Compare with entries that were not rounded to the format; the state counts as much."""
-    actual, peer = left_behind(inputs, backend), left_behind(inputs, "reference")
+    actual, peer = (left_behind(op, inputs, name) for name in (backend, "reference"))
     wide = inputs.double()
     D = wide["norm_weight"].shape[0]
     data = torch.zeros((*wide["cache"].shape[:2], D), device=wide["cache"].device)
     tensors, scalars = {**wide.tensors, "cache": data}, {**wide.scalars, "format": "fp32"}
-    exact = left_behind(Inputs(tensors, scalars, ()), "reference")
+    exact = left_behind(op, Inputs(tensors, scalars, ()), "reference")
     return max(out_budget(*each) for each in zip(actual, exact, peer, strict=True))
 
 
-def job(shape: dict[str, Any], device: str) -> Job:
-    D, ratio, overlap = shape["D"], shape["ratio"], shape["overlap"]
-    lens, layout = shape["lens"], get_format(shape["format"])
+def job(size: dict[str, Any], device: str) -> Job:
+    D, ratio, overlap = size["D"], size["ratio"], size["overlap"]
+    lens, layout = size["lens"], get_format(size["format"])
     B, T = len(lens), sum(lens)
-    starts = range(shape["start"], shape["start"] + B)
+    starts = range(size["start"], size["start"] + B)
     Q = max(start + n for start, n in zip(starts, lens, strict=True))
     BS = max(256 // ratio, 1)
     M = -(-Q // (ratio * BS))
     pages = torch.zeros(B * M, layout.page_width(D, BS), device=device).to(layout.dtype)
     W, CD = layout.width(D), 2 * D if overlap else D
-    half = torch.arange(0, R, 2, device=device) / R
-    angles = torch.outer(torch.arange(float(Q), device=device), 10000.0**-half)
     V = state_rows(ratio, overlap=overlap) + 1  # one draft token: it reads rows it does not write
     state = torch.randn(B, V, state_width(D, overlap=overlap), device=device)
     if not overlap:
@@ -95,7 +89,7 @@ def job(shape: dict[str, Any], device: str) -> Job:
         "score": torch.randn(T, CD, device=device),
         "bias": torch.randn(ratio, CD, device=device),
         "norm_weight": torch.randn(D, device=device),
-        "table": torch.cat([angles.cos(), angles.sin()], dim=1),
+        "table": rotation(Q, R, device),
         "positions": torch.tensor(positions, device=device),
         "query_start_loc": start_loc(lens, device),
         "block_table": torch.randperm(B * M, device=device).int().view(B, M),
@@ -106,9 +100,4 @@ def job(shape: dict[str, Any], device: str) -> Job:
     return Job(Inputs(tensors, {**form, "eps": 1e-6}, ("state", "kv", "score")), needed, check)
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    main(arguments, compress_kv, {name: partial(job, shape) for name, shape in SIZES.items()})
-
-
-if __name__ == "__main__":
-    run()
+SHAPES = {name: partial(job, size) for name, size in SIZES.items()}

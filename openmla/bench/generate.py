@@ -1,6 +1,6 @@
 """Decode of a whole random model: attached, attached and captured, and plain transformers.
 
-    python3 -m bench.generate --model v2-lite --keys 32768 --batch 8 --static
+    openmla bench generate --model v2-lite --keys 32768 --batch 8 --static
 
 --static adds transformers with a static cache and torch.compile, as generate() runs it with
 cache_implementation="static": the fastest decode without openmla.
@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from openmla.bench.harness import (
-    LeftOut,
-    Output,
+    Calls,
     argument_parser,
     describe_machine,
+    drop_wrong,
     make_rows,
+    relative_error,
     time_round_robin,
 )
+from openmla.bench.output import Output
 from openmla.cli.options import add_model, whole
 from openmla.cli.terminal import progress
 from openmla.integrations.transformers import attach, attachment_of
@@ -41,53 +43,33 @@ PREFILL = 1024
 LIMITS = {torch.bfloat16: 0.07, torch.float32: 1e-5}
 
 
+# transformers' configs: shapes that are not its defaults.
+SHARED = {"eos_token_id": None, "pad_token_id": 0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "v2-lite": {
+        "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "first_k_dense_replace": 1,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
+        "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "max_position_embeddings": 163840,
+    },
+    "small": {
+        "vocab_size": 8192, "hidden_size": 1536, "intermediate_size": 4096,
+        "num_hidden_layers": 8, "first_k_dense_replace": 8, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "q_lora_rank": 1024, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+
+
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
+    import transformers
+
+    family = "DeepseekV2" if name == "v2-lite" else "DeepseekV3"
+    config = getattr(transformers, f"{family}Config")(**SHAPES[name], **SHARED)
     torch.manual_seed(0)
     with torch.device(device):
-        model = (v2_lite() if name == "v2-lite" else small()).to(dtype)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
     return model.eval().requires_grad_(False)
-
-
-def v2_lite() -> Any:
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    config = DeepseekV2Config(
-        vocab_size=102400,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=27,
-        first_k_dense_replace=1,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=None,
-        n_routed_experts=8,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        max_position_embeddings=163840,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return DeepseekV2ForCausalLM(config)
-
-
-def small() -> Any:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(
-        vocab_size=8192,
-        hidden_size=1536,
-        intermediate_size=4096,
-        num_hidden_layers=8,
-        first_k_dense_replace=8,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        q_lora_rank=1024,
-        max_position_embeddings=131072,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return DeepseekV3ForCausalLM(config)
 
 
 def prefill(model: Any, ids: Tensor) -> Any:
@@ -120,14 +102,9 @@ def plain_cache(model: Any, past: Any, B: int, S: int) -> Any:
         bounds = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=device)
         starts = torch.zeros(B, dtype=torch.int32, device=device)
         cache_gather(
-            rows,
-            latent.data,
-            latent.kv_scale,
-            table.to(device),
-            starts,
-            bounds,
+            rows, latent.data, latent.kv_scale, table.to(device), starts, bounds,
             format=latent.format,
-        )
+        )  # fmt: skip
         rows = rows.view(B, 1, S, -1)
         plain.update(rows[..., :C], rows[..., C:], layer)
     return plain
@@ -166,7 +143,7 @@ def decode_as_generate_does(model: Any) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-def tell_memory(calls: dict[str, Callable[[], Tensor]], attached: Any, output: Output) -> None:
+def tell_memory(calls: Calls, attached: Any, output: Output) -> None:
     """Print what a step allocates besides weights and caches, and the size of its graph's pool."""
     graph = attachment_of(attached).memory().graph_bytes
     for name, call in calls.items():
@@ -196,7 +173,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         help="also time transformers with a static cache and torch.compile",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    if options.model not in ("small", "v2-lite"):
+    if options.model not in SHAPES:
         parser.error(f"MODEL must be small or v2-lite, got {options.model!r}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -240,23 +217,17 @@ def time_keys(
         logits: Tensor = out.logits
         return logits
 
-    calls: dict[str, Callable[[], Tensor]] = {
+    calls: Calls = {
         "openmla": lambda: step(ours, attached.forward.forward),
         "captured": lambda: step(ours, attached.forward),
         "transformers": lambda: step(theirs, plain.forward),
     }
     title = f"{counted(B, 'token')} of the whole model, each over {S} keys"
-    expected, limit = calls["transformers"]().double(), LIMITS[dtype]
-    errors, left_out = {"transformers": 0.0}, []
+    expected = calls["transformers"]().clone()
     if static:
         calls["static"] = compiled_step(plain, theirs, S, ids[:, -1:])
-    for name in [name for name in calls if name != "transformers"]:
-        error = float((calls[name]().double() - expected).norm() / expected.norm())
-        errors[name] = error
-        if error > limit:
-            why = f"WRONG: error {error:.1e} against transformers, limit {limit:.1e}"
-            left_out.append(LeftOut(title, name, why))
-            del calls[name]
+    errors = {name: relative_error(call(), expected) for name, call in calls.items()}
+    left_out = drop_wrong(title, calls, errors, LIMITS[dtype])
     if device == "cuda":
         tell_memory(calls, attached, output)
     with progress(rounds + 2) as tell:
@@ -264,7 +235,3 @@ def time_keys(
     rows = make_rows(title, times, "transformers", None, Cost(1, 1), errors)
     output.add(title, rows, left_out)
     return {row.contender: 1e6 * B / row.median_us for row in rows}
-
-
-if __name__ == "__main__":
-    run()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from openmla.bench.harness import Job, main
-from openmla.ops import index_logits
+from openmla.bench.harness import Job, checked, scored
 from openmla.ops.index_logits import cost
-from openmla.testing import Inputs, lse_budget, out_budget, paged_rows, start_loc
+from openmla.testing import Inputs, paged_rows, start_loc
 
 BS, DI = 64, 128
 
 
-class Shape(NamedTuple):
+class Size(NamedTuple):
     """B requests of n tokens each, causal over S keys."""
 
     B: int
@@ -37,14 +34,9 @@ class Shape(NamedTuple):
         T = self.B * self.n
         keys = [torch.randn(self.S, DI, generator=generator, device=device) for _ in range(self.B)]
         cache, table = paged_rows(
-            keys,
-            D=DI,
-            format=self.format,
-            kv_scale=torch.ones((), device=device),
-            BS=BS,
-            rng=random.Random(0),
-            page_padding=0,
-        )
+            keys, D=DI, format=self.format, kv_scale=torch.ones((), device=device), BS=BS,
+            rng=random.Random(0), page_padding=0,
+        )  # fmt: skip
         q_idx = torch.randn(T, self.HI, DI, generator=generator, device=device)
         w_idx = torch.randn(T, self.HI, generator=generator, device=device)
         tensors = {
@@ -59,40 +51,22 @@ class Shape(NamedTuple):
         return Inputs(tensors, scalars, ("q_idx", "w_idx"))
 
 
-SHAPES = {
-    "tiny-decode-b4-s256": Shape(4, 1, 256, 8, K=64),
-    "tiny-verify2-b2-s200-bf16": Shape(2, 2, 200, 8, 32, "index_bf16", torch.bfloat16),
-    "v32-decode-b1-s128k": Shape(1, 1, 131072, 64),
-    "v32-decode-b64-s8k": Shape(64, 1, 8192, 64),
-    "v32-decode-b64-s64k": Shape(64, 1, 65536, 64),
-    "v32-decode-b64-s64k-bf16": Shape(64, 1, 65536, 64, 2048, "index_bf16", torch.bfloat16),
-    "v32-verify2-b32-s64k": Shape(32, 2, 65536, 64),
-    "v32-prefill-2k-s64k": Shape(1, 2048, 65536, 64),
-    "glm5-decode-b64-s64k": Shape(64, 1, 65536, 32),
+SIZES = {
+    "tiny-decode-b4-s256": Size(4, 1, 256, 8, K=64),
+    "tiny-verify2-b2-s200-bf16": Size(2, 2, 200, 8, 32, "index_bf16", torch.bfloat16),
+    "v32-decode-b1-s128k": Size(1, 1, 131072, 64),
+    "v32-decode-b64-s8k": Size(64, 1, 8192, 64),
+    "v32-decode-b64-s64k": Size(64, 1, 65536, 64),
+    "v32-decode-b64-s64k-bf16": Size(64, 1, 65536, 64, 2048, "index_bf16", torch.bfloat16),
+    "v32-verify2-b32-s64k": Size(32, 2, 65536, 64),
+    "v32-prefill-2k-s64k": Size(1, 2048, 65536, 64),
+    "glm5-decode-b64-s64k": Size(64, 1, 65536, 32),
 }
 
 
-def score_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
-    """The larger share of two budgets: lse's for the largest error, out's for the RMS error."""
-    finite = exact.isfinite()
-    used = out_budget(actual[finite], exact[finite], peer[finite])
-    return max(lse_budget(actual, exact, peer), used)
+def job(size: Size, device: str) -> Job:
+    needed = cost((size.n,) * size.B, size.row_lens(), HI=size.HI, DI=DI, format=size.format)
+    return Job(size.make(device), needed, checked(scored))
 
 
-def check(inputs: Inputs, backend: str) -> float:
-    actual = inputs.run(index_logits, backend=backend)
-    exact = inputs.double().run(index_logits, backend="reference")
-    return score_budget(actual, exact, inputs.run(index_logits, backend="reference"))
-
-
-def job(shape: Shape, device: str) -> Job:
-    needed = cost((shape.n,) * shape.B, shape.row_lens(), HI=shape.HI, DI=DI, format=shape.format)
-    return Job(shape.make(device), needed, check)
-
-
-def run(arguments: Sequence[str] | None = None) -> None:
-    main(arguments, index_logits, {name: partial(job, shape) for name, shape in SHAPES.items()})
-
-
-if __name__ == "__main__":
-    run()
+SHAPES = {name: partial(job, size) for name, size in SIZES.items()}

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from openmla.bench.harness import Job, main
-from openmla.bench.index_logits import DI, SHAPES, Shape
-from openmla.ops import index_logits, index_select
+from openmla.bench.harness import Job, Op
+from openmla.bench.index_logits import DI, SIZES, Size
+from openmla.ops import index_logits
 from openmla.ops.index_select import cost
 from openmla.testing import Inputs
 
 
-def check(inputs: Inputs, backend: str) -> float:
+def check(op: Op, inputs: Inputs, backend: str) -> float:
     """How far the lowest selected key scores below the right one, over a score's rounding error."""
-    positions, lens = inputs.run(index_select, backend=backend)
-    wanted, wanted_lens = inputs.double().run(index_select, backend="reference")
+    positions, lens = inputs.run(op, backend=backend)
+    wanted, wanted_lens = inputs.double().run(op, backend="reference")
     real = torch.arange(positions.shape[1], device=lens.device) < lens[:, None]
     ordered = positions.long().masked_fill(~real, -1).sort(dim=1).values
     repeated = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
@@ -45,24 +44,13 @@ def lowest(scores: Tensor, positions: Tensor, real: Tensor) -> Tensor:
     return chosen.masked_fill(~real, torch.inf).amin(1)
 
 
-def job(shape: Shape, device: str) -> Job:
-    inputs = shape.make(device)
+def job(size: Size, device: str) -> Job:
+    inputs = size.make(device)
     needed = cost(
-        (shape.n,) * shape.B,
-        shape.row_lens(),
-        HI=shape.HI,
-        DI=DI,
-        K=shape.K,
-        format=shape.format,
+        (size.n,) * size.B, size.row_lens(), HI=size.HI, DI=DI, K=size.K, format=size.format
     )
-    return Job(
-        Inputs(inputs.tensors, {**inputs.scalars, "K": shape.K}, inputs.widen), needed, check
-    )
+    scalars = {**inputs.scalars, "K": size.K}
+    return Job(Inputs(inputs.tensors, scalars, inputs.widen), needed, check)
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    main(arguments, index_select, {name: partial(job, shape) for name, shape in SHAPES.items()})
-
-
-if __name__ == "__main__":
-    run()
+SHAPES = {name: partial(job, size) for name, size in SIZES.items()}

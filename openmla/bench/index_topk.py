@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from openmla.bench.harness import Job, main
-from openmla.ops import index_topk
+from openmla.bench.harness import Job, Op
 from openmla.ops.index_topk import cost
 from openmla.testing import Inputs
 
-# rows, columns, K, keys the first row sees; the last row sees all
-SHAPES = {
-    "tiny-decode-b4-s1k": (4, 1000, 64, 1000),
-    "tiny-ties-b4-s1k": (4, 1000, 64, 1000),
-    "v32-decode-b1-s128k": (1, 131072, 2048, 131072),
-    "v32-decode-b64-s8k": (64, 8192, 2048, 8192),
-    "v32-decode-b64-s64k": (64, 65536, 2048, 65536),
-    "v32-ties-b64-s64k": (64, 65536, 2048, 65536),
-    "v32-prefill-8k": (8192, 8192, 2048, 1),
-    "v32-score-2k-on-128k": (2048, 131072, 2048, 129025),
-}
 
-
-def check(inputs: Inputs, backend: str) -> float:
+def check(op: Op, inputs: Inputs, backend: str) -> float:
     """One set per row, in any order, so the result is exact or wrong."""
-    positions, lens = inputs.run(index_topk, backend=backend)
-    wanted, wanted_lens = inputs.run(index_topk, backend="reference")
+    positions, lens = inputs.run(op, backend=backend)
+    wanted, wanted_lens = inputs.run(op, backend="reference")
     K = positions.shape[1]
     padded = torch.arange(K, device=lens.device) >= lens[:, None]
     same = torch.equal(lens, wanted_lens) and bool((positions[padded] == -1).all())
@@ -36,7 +22,8 @@ def check(inputs: Inputs, backend: str) -> float:
     return 0.0 if same else float("inf")
 
 
-def job(T: int, S: int, K: int, shortest: int, ties: bool, device: str) -> Job:
+def job(T: int, S: int, K: int, shortest: int, device: str, *, ties: bool = False) -> Job:
+    """The first of T rows has `shortest` columns, the last one all S."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(T, S, generator=generator, device=device)
     if ties:
@@ -50,13 +37,13 @@ def job(T: int, S: int, K: int, shortest: int, ties: bool, device: str) -> Job:
     return Job(Inputs(tensors, {"K": K}, ()), needed, check)
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    main(
-        arguments,
-        index_topk,
-        {name: partial(job, *shape, "ties" in name) for name, shape in SHAPES.items()},
-    )
-
-
-if __name__ == "__main__":
-    run()
+SHAPES = {
+    "tiny-decode-b4-s1k": partial(job, 4, 1000, 64, 1000),
+    "tiny-ties-b4-s1k": partial(job, 4, 1000, 64, 1000, ties=True),
+    "v32-decode-b1-s128k": partial(job, 1, 131072, 2048, 131072),
+    "v32-decode-b64-s8k": partial(job, 64, 8192, 2048, 8192),
+    "v32-decode-b64-s64k": partial(job, 64, 65536, 2048, 65536),
+    "v32-ties-b64-s64k": partial(job, 64, 65536, 2048, 65536, ties=True),
+    "v32-prefill-8k": partial(job, 8192, 8192, 2048, 1),
+    "v32-score-2k-on-128k": partial(job, 2048, 131072, 2048, 129025),
+}

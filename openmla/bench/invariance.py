@@ -14,24 +14,28 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAConfig, Plan, allocate_cache
-from openmla.attention import AbsorbedWeights, Projected, attend_latent, attend_step
+from openmla.attention import Projected, attend_latent, attend_step
 from openmla.attention.products import multiply
 from openmla.bench.harness import (
-    Output,
-    Row,
     argument_parser,
     describe_machine,
     in_paragraphs,
+    make_rows,
+    relative_error,
+    replayed,
     time_round_robin,
 )
+from openmla.bench.inputs import random_step
+from openmla.bench.output import Output
 from openmla.cli.options import whole
-from openmla.layers.weights import absorb
+from openmla.ops._register import Cost
 from openmla.plan import make_plan
 
 HEADS = (16, 128)
@@ -47,40 +51,33 @@ class Sizes(NamedTuple):
     prompt: int
     context: int
     block_size: int
+    device: str
+    dtype: torch.dtype
+
+    def like(self) -> dict[str, Any]:
+        return {"device": self.device, "dtype": self.dtype}
 
 
-GPU = Sizes("deepseek-v3", 8192, 8192, 1024, 64)
-CPU = Sizes("tiny-v3", 256, 128, 32, 16)
+GPU = Sizes("deepseek-v3", 8192, 8192, 1024, 64, "cuda", torch.bfloat16)
+CPU = Sizes("tiny-v3", 256, 128, 32, 16, "cpu", torch.float32)
 
 
 class Step:
     """B requests of n new tokens over a context, with filled caches."""
 
-    def __init__(
-        self, config: MLAConfig, B: int, n: int, context: int, block_size: int, device: str,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    def __init__(self, sizes: Sizes, config: MLAConfig, B: int, n: int, context: int) -> None:
         torch.manual_seed(0)
         self.config, self.B, self.n, self.context = config, B, n, context
-        self.device, self.dtype = device, dtype
-        S = context + n
+        self.dtype, block_size, S = sizes.dtype, sizes.block_size, context + n
         self.pool = BlockPool(B * (-(-S // block_size)), block_size)
         self.pool.take(dict.fromkeys(range(B), S))
         self.cache: LayerCache = allocate_cache(
             config, num_blocks=self.pool.num_blocks, block_size=block_size,
-            format=FORMATS[dtype], device=device,
+            format=FORMATS[sizes.dtype], device=sizes.device,
         )  # fmt: skip
         assert self.cache.latent is not None
         self.cache.latent.data.normal_()
-        H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-        C, V, T = config.kv_lora_rank, config.v_head_dim, B * n
-        given: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.projected = Projected(
-            torch.randn(T, H, P, **given), torch.randn(T, H, R, **given),
-            torch.randn(T, C, **given), torch.randn(T, R, **given),
-        )  # fmt: skip
-        kv_b = torch.randn(H * (P + V), C, **given) * C**-0.5
-        self.absorbed: AbsorbedWeights = absorb(kv_b, config)
+        self.projected, self.absorbed = random_step(config, B * n, **sizes.like())
 
     def plan(self, requests: int, **options: Any) -> Plan:
         """A plan for the first `requests` requests."""
@@ -97,83 +94,48 @@ class Step:
     def wrong(self) -> str:
         """Why the invariant step is wrong, "" if it is right."""
         plain, fixed = self.plan(self.B), self.plan(self.B, batch_invariant=True)
-        expected, actual = self.call(plain)().double(), self.call(fixed)()
-        error = float((actual.double() - expected).norm() / expected.norm())
+        expected, actual = self.call(plain)(), self.call(fixed)()
+        error = relative_error(actual, expected)
         if not error < 16 * torch.finfo(self.dtype).eps:
             return f"{error:.1e} from the default step"
         alone = self.call(self.plan(1, batch_invariant=True))()
         return "" if torch.equal(alone, actual[: self.n]) else "other bits alone than in the batch"
 
 
-def replayed(call: Callable[[], Any], device: str) -> Callable[[], Any]:
-    """The call replayed from a graph on a GPU, which excludes host time."""
-    if device != "cuda":
-        return call
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def compare(
-    title: str,
-    plain: Callable[[], Any],
-    fixed: Callable[[], Any],
-    rounds: int,
-    device: str,
-    output: Output,
-) -> Row:
+    title: str, plain: Callable[[], Any], fixed: Callable[[], Any], device: str, output: Output
+) -> None:
     """Time both in turns and print a line of the table."""
     calls = {"default": replayed(plain, device), "invariant": replayed(fixed, device)}
-    times = time_round_robin(calls, rounds, device)
-    medians = {name: statistics.median(each) * 1e6 for name, each in times.items()}
-    cost = medians["invariant"] / medians["default"] - 1
-    told = f"{medians['default']:.1f} | {medians['invariant']:.1f} | {cost:+.0%}"
-    output.say(f"| {title} | {told} |")
-    mine = times["invariant"]
-    return Row(
-        title, "invariant", medians["invariant"], min(mine) * 1e6, max(mine) * 1e6,
-        medians["default"] / medians["invariant"], "default", 0.0, 0.0,
-    )  # fmt: skip
+    times = time_round_robin(calls, output.options.rounds, device)
+    default, row = make_rows(title, times, "default", None, Cost(1, 1), dict.fromkeys(times, 0.0))
+    cost = row.median_us / default.median_us - 1
+    output.say(f"| {title} | {default.median_us:.1f} | {row.median_us:.1f} | {cost:+.0%} |")
+    output.rows.append(row)
 
 
-def time_steps(
-    sizes: Sizes, rounds: int, device: str, dtype: torch.dtype, output: Output
-) -> list[Row]:
-    rows = []
-    for H in HEADS:
-        config = replace(PRESETS[sizes.preset], num_heads=H)
-        for phase in ("decode", "prefill"):
-            for B in REQUESTS:
-                n, context = 1, sizes.keys
-                if phase == "prefill":
-                    n, context = max(sizes.prompt // B, 1), sizes.context
-                step = Step(config, B, n, context, sizes.block_size, device, dtype)
-                title = f"{phase}, {H} heads, {B} x {n} over {context}"
-                wrong = step.wrong()
-                if wrong:
-                    output.say(f"| {title} | WRONG: {wrong} | | |")
-                    continue
-                plain, fixed = step.plan(B), step.plan(B, batch_invariant=True)
-                calls = step.call(plain), step.call(fixed)
-                rows.append(compare(title, *calls, rounds, device, output))
-    return rows
+def time_steps(sizes: Sizes, output: Output) -> None:
+    for H, phase, B in product(HEADS, ("decode", "prefill"), REQUESTS):
+        n, context = 1, sizes.keys
+        if phase == "prefill":
+            n, context = max(sizes.prompt // B, 1), sizes.context
+        step = Step(sizes, replace(PRESETS[sizes.preset], num_heads=H), B, n, context)
+        title, wrong = f"{phase}, {H} heads, {B} x {n} over {context}", step.wrong()
+        if wrong:
+            output.say(f"| {title} | WRONG: {wrong} | | |")
+            continue
+        plain, fixed = step.plan(B), step.plan(B, batch_invariant=True)
+        compare(title, step.call(plain), step.call(fixed), sizes.device, output)
 
 
-def time_products(
-    sizes: Sizes, rounds: int, device: str, dtype: torch.dtype, output: Output
-) -> list[Row]:
+def time_products(sizes: Sizes, output: Output) -> None:
     """Time q_a, q_b, kv_a and o_proj of a layer of 128 heads, one after the other."""
-    config, rows = PRESETS[sizes.preset], []
+    config, given = PRESETS[sizes.preset], sizes.like()
     hidden, rank, H = config.hidden_size, config.q_lora_rank or config.hidden_size, config.num_heads
     shapes = (
         (rank, hidden), (H * config.qk_head_dim, rank), (config.latent_dim, hidden),
         (hidden, H * config.v_head_dim),
     )  # fmt: skip
-    given: dict[str, Any] = {"device": device, "dtype": dtype}
     weights = [torch.randn(shape, **given) * shape[1] ** -0.5 for shape in shapes]
     for T in (*REQUESTS, sizes.prompt):
         inputs = [torch.randn(T, weight.shape[1], **given) for weight in weights]
@@ -185,35 +147,25 @@ def time_products(
         def fixed(pairs: list[tuple[Tensor, Tensor]] = pairs) -> list[Tensor]:
             return [multiply(x, weight, "auto") for x, weight in pairs]
 
-        rows.append(compare(f"projections, {T} tokens", plain, fixed, rounds, device, output))
-    return rows
+        compare(f"projections, {T} tokens", plain, fixed, sizes.device, output)
 
 
-def time_runs(
-    sizes: Sizes,
-    lengths: Sequence[int],
-    rounds: int,
-    device: str,
-    dtype: torch.dtype,
-    output: Output,
-) -> None:
+def time_runs(sizes: Sizes, lengths: Sequence[int], output: Output) -> None:
     """Time mqa_paged alone, with keys split at each of these lengths."""
     output.say("\nmqa_paged, us by run length, 0: as is fastest")
-    for H in HEADS:
+    for H, B in product(HEADS, REQUESTS):
         config = replace(PRESETS[sizes.preset], num_heads=H)
-        for B in REQUESTS:
-            step = Step(config, B, 1, sizes.keys, sizes.block_size, device, dtype)
-            plan, latent = step.plan(B), step.cache.latent
-            assert latent is not None
-            q = torch.randn(B, H, config.latent_dim, device=device, dtype=dtype)
-            calls = {}
-            for length in (0, *lengths):
-                fixed = replace(plan, run_length=length)
-                call = partial(attend_latent, q, step.cache, fixed)
-                calls[str(length)] = replayed(call, device)
-            times = time_round_robin(calls, rounds, device)
-            found = [f"{name}: {statistics.median(t) * 1e6:.1f}" for name, t in times.items()]
-            output.say(f"  {H} heads, {B} requests of {sizes.keys}: {', '.join(found)}")
+        step = Step(sizes, config, B, 1, sizes.keys)
+        plan = step.plan(B)
+        q = torch.randn(B, H, config.latent_dim, **sizes.like())
+        calls = {}
+        for length in (0, *lengths):
+            fixed = replace(plan, run_length=length)
+            call = partial(attend_latent, q, step.cache, fixed)
+            calls[str(length)] = replayed(call, sizes.device)
+        times = time_round_robin(calls, output.options.rounds, sizes.device)
+        found = [f"{name}: {statistics.median(t) * 1e6:.1f}" for name, t in times.items()]
+        output.say(f"  {H} heads, {B} requests of {sizes.keys}: {', '.join(found)}")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -229,21 +181,15 @@ def run(arguments: Sequence[str] | None = None) -> None:
         help="also time mqa_paged with keys split every N tokens (default: not timed)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    sizes = GPU if device == "cuda" else CPU
+    sizes = GPU if torch.cuda.is_available() else CPU
     if options.keys is not None:
         sizes = sizes._replace(keys=options.keys)
-    output = Output(options, describe_machine(device))
+    output = Output(options, describe_machine(sizes.device))
     output.say("\n| step | default, us | invariant, us | cost |\n| --- | --- | --- | --- |")
     with torch.inference_mode():
-        output.rows += time_steps(sizes, options.rounds, device, dtype, output)
-        output.rows += time_products(sizes, options.rounds, device, dtype, output)
+        time_steps(sizes, output)
+        time_products(sizes, output)
         if options.run_lengths:
-            time_runs(sizes, options.run_lengths, options.rounds, device, dtype, output)
+            time_runs(sizes, options.run_lengths, output)
     output.close()
     output.draw_bars("an attention step, batch-invariant")
-
-
-if __name__ == "__main__":
-    run()

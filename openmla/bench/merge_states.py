@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from openmla.bench.harness import Job, main
-from openmla.ops import merge_states
+from openmla.bench.harness import Job, attended, checked
 from openmla.ops.merge_states import cost
-from openmla.testing import Inputs, budget_used
+from openmla.testing import Inputs
 
 
-def merged(inputs: Inputs, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    fresh = inputs.clone()
-    fresh.run(merge_states, backend=backend)
-    return fresh["out"], fresh["lse"]
-
-
-def check(inputs: Inputs, backend: str) -> float:
-    actual = merged(inputs, backend)
-    return max(
-        budget_used(actual, merged(inputs.double(), "reference"), merged(inputs, "reference"))
-    )
-
-
-def job(T: int, H: int, V: int, device: str) -> Job:
+def partials(n: int, H: int, V: int, device: str) -> dict[str, Tensor]:
+    """Outputs and lse of two attentions."""
     tensors = {}
     for side in ("", "other_"):
-        tensors[f"{side}out"] = torch.randn(T, H, V, device=device).bfloat16()
-        tensors[f"{side}lse"] = torch.randn(T, H, device=device)
-    return Job(Inputs(tensors, {}, tuple(tensors)), cost(T, H=H, V=V, itemsize=2), check)
+        tensors[f"{side}out"] = torch.randn(n, H, V, device=device).bfloat16()
+        tensors[f"{side}lse"] = torch.randn(n, H, device=device)
+    return tensors
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    main(
-        arguments,
-        merge_states,
-        {
-            "tiny-64x4": partial(job, 64, 4, 32),
-            "v3-tp8-prefill-8k": partial(job, 8192, 16, 128),
-            "v3-prefill-8k": partial(job, 8192, 128, 128),
-        },
-    )
+def job(n: int, H: int, V: int, device: str) -> Job:
+    tensors = partials(n, H, V, device)
+    check = checked(attended, "out", "lse")
+    return Job(Inputs(tensors, {}, tuple(tensors)), cost(n, H=H, V=V, itemsize=2), check)
 
 
-if __name__ == "__main__":
-    run()
+SHAPES = {
+    "tiny-64x4": partial(job, 64, 4, 32),
+    "v3-tp8-prefill-8k": partial(job, 8192, 16, 128),
+    "v3-prefill-8k": partial(job, 8192, 128, 128),
+}

@@ -6,12 +6,11 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from openmla.bench.titles import in_words
+from openmla.cli.pictures import check_plot
 from openmla.cli.terminal import Table, shown_time
-from openmla.errors import UnsupportedError
 
 STANDARD_OUTPUT = "-"  # target of --json without a file; nothing else is printed then
 
@@ -55,8 +54,7 @@ class Output:
     """Where rows go, given the options of argument_parser()."""
 
     def __init__(self, options: argparse.Namespace, machine: str) -> None:
-        if options.plot and find_spec("matplotlib") is None:
-            raise UnsupportedError('bench: --plot needs matplotlib: pip install "openmla[plot]".')
+        check_plot("bench", options.plot)
         self.options, self.machine = options, machine
         self.rows: list[Row] = []
         self.left_out: list[LeftOut] = []

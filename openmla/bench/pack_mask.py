@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from openmla.bench.harness import Job, main
-from openmla.ops import pack_mask
+from openmla.bench.harness import Job, equal
 from openmla.ops.pack_mask import cost
 from openmla.testing import Inputs
-
-
-def check(inputs: Inputs, backend: str) -> float:
-    """Bits are right or wrong; there is no error budget."""
-    actual = inputs.run(pack_mask, backend=backend)
-    same = torch.equal(actual, inputs.run(pack_mask, backend="reference"))
-    return 0.0 if same else float("inf")
 
 
 def job(T: int, S: int, K: int, start: int, length: int, device: str) -> Job:
@@ -34,21 +25,12 @@ def job(T: int, S: int, K: int, start: int, length: int, device: str) -> Job:
         "key_lens": torch.full((T,), length, dtype=torch.int32, device=device),
     }
     inputs = Inputs(tensors, {"num_words": num_words}, ())
-    return Job(inputs, cost(T, K=K, num_words=num_words), check)
+    return Job(inputs, cost(T, K=K, num_words=num_words), equal())
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    main(
-        arguments,
-        pack_mask,
-        {
-            "tiny-64-k64": partial(job, 64, 256, 64, 0, 256),
-            "v32-prefill-4k": partial(job, 4096, 4096, 2048, 0, 4096),
-            "v32-prefill-8k": partial(job, 8192, 8192, 2048, 0, 8192),
-            "v32-chunk-2k-on-32k": partial(job, 2048, 32768, 2048, 8192, 8192),
-        },
-    )
-
-
-if __name__ == "__main__":
-    run()
+SHAPES = {
+    "tiny-64-k64": partial(job, 64, 256, 64, 0, 256),
+    "v32-prefill-4k": partial(job, 4096, 4096, 2048, 0, 4096),
+    "v32-prefill-8k": partial(job, 8192, 8192, 2048, 0, 8192),
+    "v32-chunk-2k-on-32k": partial(job, 2048, 32768, 2048, 8192, 8192),
+}

@@ -153,7 +153,7 @@ def _deep_gemm_paged(inputs: Inputs) -> Prepared:
     given = (q, inputs["cache"].unsqueeze(2), inputs["w_idx"], context, table, schedule)
 
     def result(found: Any) -> Tensor:
-        logits = _tensor(found)[:, :num_keys].clone()
+        logits = to_torch(found)[:, :num_keys].clone()
         unseen = torch.arange(num_keys, device=q.device) >= lens[:, None]
         return logits.masked_fill_(unseen, -torch.inf)
 
@@ -164,10 +164,10 @@ def _deep_gemm_ragged(inputs: Inputs) -> Prepared:
     package = import_module("deep_gemm")
     keys = (inputs["k_idx"], inputs["k_scale"])
     given = (inputs["q_idx"], keys, inputs["w_idx"], inputs["starts"], inputs["ends"])
-    return Prepared(lambda: package.fp8_mqa_logits(*given, clean_logits=True), _tensor)
+    return Prepared(lambda: package.fp8_mqa_logits(*given, clean_logits=True), to_torch)
 
 
-def _tensor(found: Any) -> Tensor:
+def to_torch(found: Any) -> Tensor:
     """Convert what sgl-deep-gemm returns, which may be another library's tensor."""
     return found if isinstance(found, Tensor) else from_dlpack(found)
 

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from openmla.bench.harness import Job, main
-from openmla.ops import project_heads
+from openmla.bench.harness import Job, checked, rounded
 from openmla.ops.project_heads import cost
-from openmla.testing import Inputs, out_budget
-
-
-def projected(inputs: Inputs, backend: str) -> torch.Tensor:
-    fresh = inputs.clone()
-    fresh.run(project_heads, backend=backend)
-    return fresh["out"]
-
-
-def check(inputs: Inputs, backend: str) -> float:
-    actual = projected(inputs, backend)
-    exact = projected(inputs.double(), "reference")
-    return out_budget(actual, exact, projected(inputs, "reference"))
+from openmla.testing import Inputs
 
 
 def job(T: int, H: int, P: int, C: int, into: bool, eight_bits: bool, device: str) -> Job:
@@ -38,28 +24,20 @@ def job(T: int, H: int, P: int, C: int, into: bool, eight_bits: bool, device: st
     if eight_bits:
         tensors["w_scale"] = torch.full((H, 1, 1), 1 / 64, device=device)
     size = cost(T, H=H, K=K, N=N, itemsize=2, w_itemsize=1 if eight_bits else 2)
-    return Job(Inputs(tensors, {}, ("out", "x", *(() if eight_bits else ("w",)))), size, check)
+    inputs = Inputs(tensors, {}, ("out", "x", *(() if eight_bits else ("w",))))
+    return Job(inputs, size, checked(rounded, "out"))
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    main(
-        arguments,
-        project_heads,
-        {
-            f"{size}-{'w_uk' if into else 'w_uv'}-{'fp8' if eight_bits else 'bf16'}": partial(
-                job, T, H, P, C, into, eight_bits
-            )
-            for size, T, H, P, C in (
-                ("tiny-4", 4, 2, 32, 64),
-                ("v3-tp8-decode-1", 1, 16, 128, 512),
-                ("v3-decode-16", 16, 128, 128, 512),
-                ("v3-decode-128", 128, 128, 128, 512),
-            )
-            for into in (True, False)
-            for eight_bits in (True, False)
-        },
+SHAPES = {
+    f"{size}-{'w_uk' if into else 'w_uv'}-{'fp8' if eight_bits else 'bf16'}": partial(
+        job, T, H, P, C, into, eight_bits
     )
-
-
-if __name__ == "__main__":
-    run()
+    for size, T, H, P, C in (
+        ("tiny-4", 4, 2, 32, 64),
+        ("v3-tp8-decode-1", 1, 16, 128, 512),
+        ("v3-decode-16", 16, 128, 128, 512),
+        ("v3-decode-128", 128, 128, 128, 512),
+    )
+    for into in (True, False)
+    for eight_bits in (True, False)
+}

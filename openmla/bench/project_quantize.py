@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from openmla.bench.harness import Job, main
-from openmla.ops import project_quantize
+from openmla.bench.harness import Job, Op, results
 from openmla.ops.project_quantize import cost
 from openmla.outputs import QuantizedOutput, decode_output, make_output
 from openmla.testing import Inputs, out_budget
 
 
-def decoded(inputs: Inputs, backend: str) -> Tensor:
+def decoded(op: Op, inputs: Inputs, backend: str) -> Tensor:
     """The values that the written bytes represent."""
-    fresh = inputs.clone()
-    fresh.run(project_quantize, backend=backend)
-    out = QuantizedOutput(fresh["values"], fresh["scales"], None, inputs.scalars["format"])
+    values, scales = results(op, inputs, backend, ("values", "scales"))
+    out = QuantizedOutput(values, scales, None, inputs.scalars["format"])
     return decode_output(out, torch.float64)
 
 
-def check(inputs: Inputs, backend: str) -> float:
+def check(op: Op, inputs: Inputs, backend: str) -> float:
+    """Compare with a product in float64 that is not quantized."""
     x, w, scale = (inputs[name] for name in ("out_latent", "w_uv", "w_scale"))
     exact = torch.einsum("thc,hcv->thv", x.double(), w.double() * scale.double()).flatten(1)
-    return out_budget(decoded(inputs, backend), exact, decoded(inputs, "reference"))
+    return out_budget(decoded(op, inputs, backend), exact, decoded(op, inputs, "reference"))
 
 
 def job(T: int, H: int, C: int, V: int, format: str, device: str) -> Job:
@@ -44,24 +42,12 @@ def job(T: int, H: int, C: int, V: int, format: str, device: str) -> Job:
     return Job(Inputs(tensors, {"format": format}, ()), size, check)
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    main(
-        arguments,
-        project_quantize,
-        {
-            "tiny-4-fp8_128": partial(job, 4, 2, 64, 128, "fp8_128"),
-            **{
-                f"{size}-{format}": partial(job, T, H, 512, 128, format)
-                for size, T, H in (
-                    ("v3-tp8-decode-1", 1, 16),
-                    ("v3-decode-16", 16, 128),
-                    ("v3-decode-128", 128, 128),
-                )
-                for format in ("fp8_128", "fp8_64_pow2")
-            },
-        },
+SHAPES = {"tiny-4-fp8_128": partial(job, 4, 2, 64, 128, "fp8_128")} | {
+    f"{size}-{format}": partial(job, T, H, 512, 128, format)
+    for size, T, H in (
+        ("v3-tp8-decode-1", 1, 16),
+        ("v3-decode-16", 16, 128),
+        ("v3-decode-128", 128, 128),
     )
-
-
-if __name__ == "__main__":
-    run()
+    for format in ("fp8_128", "fp8_64_pow2")
+}

@@ -10,7 +10,6 @@ Contenders, all with the same weights over the same context:
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,14 +20,17 @@ from torch import Tensor
 from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAAttention, allocate_cache, make_plan
 from openmla.attention import Projected
 from openmla.bench.harness import (
-    LeftOut,
-    Output,
+    Calls,
     argument_parser,
     describe_machine,
+    drop_wrong,
     make_rows,
     measure_roofs,
+    relative_error,
+    time_once,
     time_round_robin,
 )
+from openmla.bench.output import Output
 from openmla.cli.options import whole
 from openmla.cli.terminal import progress
 from openmla.ops import latent_write
@@ -56,12 +58,9 @@ class Decode:
         self.pool.take({"r": S + 1})
         self.format = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
         self.cache: LayerCache = allocate_cache(
-            self.config,
-            num_blocks=self.pool.num_blocks,
-            block_size=BS,
-            format=self.format,
+            self.config, num_blocks=self.pool.num_blocks, block_size=BS, format=self.format,
             device=device,
-        )
+        )  # fmt: skip
         batch = Batch(
             [1], [S + 1], self.pool.block_table(["r"]), self.pool.slot_mapping([("r", S, S + 1)])
         )
@@ -176,15 +175,10 @@ def transformers_module(device: str, dtype: torch.dtype) -> tuple[torch.nn.Modul
         q_lora_rank=None,
         max_position_embeddings=preset.max_positions,
         rope_scaling={
-            "type": "yarn",
-            "factor": 40,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
+            "type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
         },
-    )
+    )  # fmt: skip
     config._attn_implementation = "sdpa"
     module = DeepseekV2Attention(config, layer_idx=0).eval().requires_grad_(False)
     return module.to(device, dtype), DeepseekV2RotaryEmbedding(config).to(device)
@@ -199,12 +193,11 @@ def plan_time(device: str, rounds: int) -> float:
     cache = allocate_cache(config, num_blocks=pool.num_blocks, block_size=BS, device=device)
     table = pool.block_table(range(PLAN_REQUESTS))
     slots = pool.slot_mapping([(b, n - 1, n) for b, n in enumerate(lens)])
-    times = []
-    for _ in range(10 * rounds):
-        start = time.perf_counter()
+
+    def plan() -> None:
         make_plan(Batch([1] * PLAN_REQUESTS, lens, table, slots), config, cache)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+
+    return statistics.median(time_once(plan, "cpu") for _ in range(10 * rounds)) * 1e6
 
 
 def cache_bytes() -> list[str]:
@@ -256,40 +249,21 @@ def time_keys(
     """Microseconds of a step over that many keys, by contender."""
     decode = Decode(keys, device, dtype)
     title = f"V2-Lite layer, one token over {keys} keys, {dtype}"
-    calls: dict[str, Callable[[], Tensor]] = {
+    calls: Calls = {
         "openmla": decode.openmla,
         "transformers": decode.transformers,
         "expanded, sdpa": decode.expanded_sdpa,
         "expanded, eager": decode.expanded_eager,
     }
-    expected = decode.transformers().double()
-    errors = {
-        name: float((call().double() - expected).norm() / expected.norm())
-        for name, call in calls.items()
-    }
-    limit = 100 * torch.finfo(dtype).eps
-    left_out = []
-    for name, error in errors.items():
-        if error > limit:
-            why = f"WRONG: error {error:.1e} against transformers, limit {limit:.1e}"
-            left_out.append(LeftOut(title, name, why))
-            del calls[name]
+    expected = decode.transformers().clone()
+    errors = {name: relative_error(call(), expected) for name, call in calls.items()}
+    left_out = drop_wrong(title, calls, errors, 100 * torch.finfo(dtype).eps)
     times = time_round_robin(calls, rounds, device)
     config = decode.config
     needed: Cost = mqa_cost(
-        [1],
-        [keys + 1],
-        H=config.num_heads,
-        D=config.latent_dim,
-        C=config.kv_lora_rank,
-        format=decode.format,
-        itemsize=dtype.itemsize,
-        causal=True,
-    )
+        [1], [keys + 1], H=config.num_heads, D=config.latent_dim, C=config.kv_lora_rank,
+        format=decode.format, itemsize=dtype.itemsize, causal=True,
+    )  # fmt: skip
     rows = make_rows(title, times, "transformers", needed, roofs, errors)
     output.add(title, rows, left_out)
     return {row.contender: row.median_us for row in rows}
-
-
-if __name__ == "__main__":
-    run()

@@ -24,7 +24,7 @@ INVARIANT = "--batch-invariant"
 def names() -> tuple[str, ...]:
     """Names of the benchmarks: the files of openmla/bench."""
     folder = Path(__file__).parent.parent / "bench"
-    found = {path.stem for path in folder.glob("[!_]*.py")} - {"harness"}
+    found = {path.stem for path in folder.glob("[!_]*.py")}
     return (*sorted(found & set(BACKENDS)), *(name for name in WHOLE if name in found))
 
 
@@ -35,7 +35,7 @@ def purpose(op: str) -> str:
 
 
 def run_bench(arguments: Sequence[str]) -> int:
-    """Pass the rest of the command line to openmla/bench/<name>.py."""
+    """Pass the rest of the command line to the harness, or to a benchmark with its own options."""
     if arguments and arguments[0] == INVARIANT:
         import_module("openmla.bench.invariance").run(arguments[1:])
         return 0
@@ -51,7 +51,10 @@ def run_bench(arguments: Sequence[str]) -> int:
     parser.add_argument("name", choices=names(), metavar="name", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its shapes and options")
     chosen = parser.parse_args(arguments)
-    if chosen.name in WHOLE and find_spec("transformers") is None:
+    if chosen.name not in WHOLE:
+        import_module("openmla.bench.harness").main(chosen.name, chosen.arguments)
+        return 0
+    if find_spec("transformers") is None:
         raise UnsupportedError(
             f'bench: {chosen.name} needs transformers: pip install "openmla[hf]".'
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from openmla.cli.models import (
     read_config,
     run_once,
 )
+from openmla.cli.pictures import check_plot
 from openmla.cli.prompts import read_prompt
 from openmla.cli.terminal import filled, note, progress, warn
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import ConfigError
 from openmla.plan.explanation import counted
 
 OUTSIDE = 1  # exit status if a component is outside its budget
@@ -36,8 +36,7 @@ USUAL_TOKENS = 256  # tokens of the demo's default prompt
 def run_bisect(options: argparse.Namespace) -> int:
     """Check everything, load, compare component by component, and name the first that is wrong."""
     device = checked_device(options.device)
-    if options.plot and find_spec("matplotlib") is None:
-        raise UnsupportedError('bisect: --plot needs matplotlib: pip install "openmla[plot]".')
+    check_plot("bisect", options.plot)
     dump = _read_against(options)
     prompt = read_prompt(options.prompt, options.model, "bisect")
     checkpoint = open_checkpoint(

@@ -9,36 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from openmla.cli.checkpoint import checked_device, open_checkpoint, read_text
-from openmla.cli.models import (
-    check_attention,
-    cut_windows,
-    demo_text,
-    load_model,
-    load_tokenizer,
-    read_config,
-    run_once,
-)
+from openmla.cli.models import load_model, open_windows, run_once
 from openmla.cli.terminal import note, progress
-from openmla.errors import ConfigError
 from openmla.integrations import Scales, calibrate
 from openmla.plan.explanation import counted
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
     """Check everything, load, measure, write and print the scales."""
-    checkpoint = open_checkpoint(
-        options.model, allow_pickle=options.allow_pickle, revision=options.revision
-    )
-    device = checked_device(options.device)
-    if options.text is None and options.model != "demo":
-        raise ConfigError("calibrate: no text is given. Pass --text FILE; only the demo has one.")
-    text = read_text("calibrate: --text", options.text) if options.text else demo_text()
-    config = read_config(checkpoint.folder)
-    check_attention(options.attention, config)
-    tokenizer = load_tokenizer(checkpoint.folder)
-    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
-    windows = cut_windows("calibrate", tokenizer, text, options, checkpoint.config, vocab_size)
+    checkpoint, device, _, _, windows = open_windows("calibrate", options)
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
     model = load_model(checkpoint, device, options.dtype, dense=dense)
     run_once(model, checkpoint.folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,24 +16,13 @@ from transformers import DynamicCache
 
 from openmla.cache import check_formats, latent_formats
 from openmla.cli.calibrate import calibrate_on
-from openmla.cli.checkpoint import checked_device, open_checkpoint, read_text
 from openmla.cli.generate import cache_bytes
 from openmla.cli.hub import called
 from openmla.cli.looked_at import LOOKED, draw_looked, look
-from openmla.cli.models import (
-    attentions,
-    check_attention,
-    cut_windows,
-    demo_text,
-    load_model,
-    load_tokenizer,
-    read_config,
-    run_once,
-)
-from openmla.cli.pictures import COLORS, INK, picture
+from openmla.cli.models import attentions, load_model, open_windows, run_once
+from openmla.cli.pictures import COLORS, INK, check_plot, picture
 from openmla.cli.terminal import note, progress, shows_progress, warn
 from openmla.config import INDEXED_RATIO, MLAConfig
-from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers import attach, detach
 from openmla.layers.measure import HEADROOM
 from openmla.plan.explanation import counted
@@ -61,22 +49,10 @@ class Result(NamedTuple):
 
 def run_eval(options: argparse.Namespace) -> int:
     """Check everything, measure every combination, print a table and a small plot."""
-    checkpoint = open_checkpoint(
-        options.model, allow_pickle=options.allow_pickle, revision=options.revision
-    )
-    device = checked_device(options.device)
-    if options.text is None and options.model != "demo":
-        raise ConfigError("eval: no text is given. Pass --text FILE; only the demo has one.")
-    if options.plot and find_spec("matplotlib") is None:
-        raise UnsupportedError('eval: --plot needs matplotlib: pip install "openmla[plot]".')
-    text = read_text("eval: --text", options.text) if options.text else demo_text()
-    config = read_config(checkpoint.folder)
-    check_attention(options.attention, config)
+    check_plot("eval", options.plot)
+    checkpoint, device, config, tokenizer, windows = open_windows("eval", options)
     index = {"index_format": options.index_format}
     formats = chosen_formats(options.formats, options.index_format, checkpoint.config)
-    tokenizer = load_tokenizer(checkpoint.folder)
-    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
-    windows = cut_windows("eval", tokenizer, text, options, checkpoint.config, vocab_size)
     num_bytes = sum(
         len(tokenizer.decode(row[1:].tolist(), skip_special_tokens=True).encode())
         for row in windows

@@ -26,7 +26,14 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
 from openmla.cache.scales import read_name
-from openmla.cli.checkpoint import DEMO, Checkpoint, check_tokens, open_checkpoint
+from openmla.cli.checkpoint import (
+    DEMO,
+    Checkpoint,
+    check_tokens,
+    checked_device,
+    open_checkpoint,
+    read_text,
+)
 from openmla.cli.doctor import cpu_bf16_works
 from openmla.cli.hub import called
 from openmla.cli.terminal import note, progress, shows_progress, warn
@@ -337,7 +344,27 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def cut_windows(
+def open_windows(
+    command: str, options: argparse.Namespace
+) -> tuple[Checkpoint, str, Any, Any, torch.Tensor]:
+    """Check what eval and calibrate are given: checkpoint, device, config, tokenizer, and chunks of
+    the text."""
+    checkpoint = open_checkpoint(
+        options.model, allow_pickle=options.allow_pickle, revision=options.revision
+    )
+    device = checked_device(options.device)
+    if options.text is None and options.model != "demo":
+        raise ConfigError(f"{command}: no text is given. Pass --text FILE; only the demo has one.")
+    text = read_text(f"{command}: --text", options.text) if options.text else demo_text()
+    config = read_config(checkpoint.folder)
+    check_attention(options.attention, config)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+    windows = _cut_windows(command, tokenizer, text, options, checkpoint.config, vocab_size)
+    return checkpoint, device, config, tokenizer, windows
+
+
+def _cut_windows(
     command: str,
     tokenizer: Any,
     text: str,

@@ -248,7 +248,7 @@ def _add_step(parser: Parser) -> None:
     )  # fmt: skip
 
 
-def add_plot(parser: Parser, what: str) -> None:
+def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--plot", type=picture_file, metavar="FILE",
         help=f"draw {what}, as {', '.join(PICTURES[:-1])} or {PICTURES[-1]} (default: no picture)",

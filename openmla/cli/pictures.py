@@ -8,10 +8,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from openmla.cli.terminal import note
+from openmla.errors import UnsupportedError
 
 WIDTH = 6.2  # inches; at 500 pixels a point has 1.1 pixels
 INK = "#797979"  # equal contrast on white and on the dark pages of code hosts
@@ -38,6 +40,12 @@ STYLE = {
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
 }
+
+
+def check_plot(command: str, path: str | None) -> None:
+    """Raise if a picture is requested that this installation cannot draw."""
+    if path and find_spec("matplotlib") is None:
+        raise UnsupportedError(f'{command}: --plot needs matplotlib: pip install "openmla[plot]".')
 
 
 @contextmanager

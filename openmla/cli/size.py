@@ -15,6 +15,7 @@ from pathlib import Path
 from openmla.cli.gpus import SIZED, gpu
 from openmla.cli.hub import fetched, is_hub_id
 from openmla.cli.options import Parser, add_model, add_plot, names, whole
+from openmla.cli.pictures import check_plot
 from openmla.cli.roofline import predict
 from openmla.cli.size_report import Report, Row, as_json, draw, render
 from openmla.cli.sizes import (
@@ -42,8 +43,7 @@ BLOCK_SIZE, V4_BLOCK_SIZE = 64, 256
 def run_size(arguments: Sequence[str]) -> int:
     """Check everything, compute, print a table or JSON, draw if asked."""
     options = size_options(arguments)
-    if options.plot and find_spec("matplotlib") is None:
-        raise UnsupportedError('size: --plot needs matplotlib: pip install "openmla[plot]".')
+    check_plot("size", options.plot)
     report = make_report(options)
     print(json.dumps(as_json(report), indent=2) if options.json else render(report))
     if options.plot:

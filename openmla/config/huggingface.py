@@ -130,30 +130,25 @@ def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> R
     attention_factor = rope.get("attention_factor")
     if attention_factor is not None:
         attention_factor = read_number(rope, "attention_factor")
+    scaling: dict[str, Any]
     if kind == "longrope":
-        return RopeConfig(
-            kind=kind,
-            theta=theta,
-            pairing=pairing,
-            factor=factor,
-            original_positions=original,
-            mscale_all_dim=read_number(rope, "mscale_all_dim", 0.0),
-            attention_factor=attention_factor,
-            short_factor=_factors(rope, "short_factor"),
-            long_factor=_factors(rope, "long_factor"),
-        )
+        scaling = {name: _factors(rope, name) for name in ("short_factor", "long_factor")}
+    else:
+        scaling = {
+            "beta_fast": read_number(rope, "beta_fast", 32.0),
+            "beta_slow": read_number(rope, "beta_slow", 1.0),
+            "truncate": read_flag(rope, "truncate", True),
+            "mscale": read_number(rope, "mscale", 1.0),
+        }
     return RopeConfig(
         kind=kind,
         theta=theta,
         pairing=pairing,
         factor=factor,
         original_positions=original,
-        beta_fast=read_number(rope, "beta_fast", 32.0),
-        beta_slow=read_number(rope, "beta_slow", 1.0),
-        truncate=read_flag(rope, "truncate", True),
-        mscale=read_number(rope, "mscale", 1.0),
         mscale_all_dim=read_number(rope, "mscale_all_dim", 0.0),
         attention_factor=attention_factor,
+        **scaling,
     )
 
 

@@ -102,25 +102,16 @@ BOTH: list[tuple[str, CHANGES]] = [
     ("plan must be of type Plan, got Batch", lambda w: {"plan": w.batch}),
     ("cache has no latent rows. Pass ", lambda w: {"cache": LayerCache()}),
     ("latent rows must be W=40 wide for 40 values ... got 39.", lambda w: {"cache": w.narrow}),
-    (
-        "q_nope must be [T, H, P] = (65, 4, 16) for this plan, got (64, 4, 16).",
-        changed("projected", q_nope=lambda q: q[:64]),
-    ),
+    ("q_nope must be", changed("projected", q_nope=lambda q: q[:64])),
     ("q_pe must be [T, H, R] = (65, 4, 8)", changed("projected", q_pe=lambda q: q[:, :, 1:])),
     ("q_pe must be torch.float64 ... got torch.f", changed("projected", q_pe=lambda q: q.float())),
     ("kv_c must be [T, C] = (65, 32) ... got", changed("projected", kv_c=lambda c: c[:, 1:])),
     ("k_pe must be [T, R] = (65, 8) ... got (9, 8)", changed("projected", k_pe=lambda k: k[:9])),
     ("w_uk must be [H, P, C]", lambda w: {"absorbed": w.absorbed._replace(w_uk=w.absorbed.w_uv)}),
     ("w_uv must be [H, C, V]", lambda w: {"absorbed": w.absorbed._replace(w_uv=w.absorbed.w_uk)}),
-    (
-        "kv_b must be torch.float64 like the other inputs, got torch.float32.",
-        lambda w: {"absorbed": absorb(w.requests.weight.float(), DENSE)},
-    ),
+    ("kv_b must be", lambda w: {"absorbed": absorb(w.requests.weight.float(), DENSE)}),
     ("kv_b must be on cpu, got meta.", changed("absorbed", kv_b=lambda b: b.to("meta"))),
-    (
-        "q_nope must be torch.float32 like the plan's workspace, got torch.float64. Call warmup()",
-        lambda w: {"plan": w.single()},
-    ),
+    ("q_nope must be", lambda w: {"plan": w.single()}),
     ("cache must have ... blocks of 4 tokens ... got 9 of 4", lambda w: {"cache": w.sized(9, 4)}),
     ("cache must have ... blocks of 4 tokens ... got 99 of 8", lambda w: {"cache": w.sized(99, 8)}),
     ("write must be True or False, got 0.", lambda w: {"write": 0}),
@@ -130,7 +121,7 @@ BOTH: list[tuple[str, CHANGES]] = [
 
 @pytest.mark.parametrize("attend", [attend_step, attend_partial])
 @pytest.mark.parametrize(("says", "changes"), BOTH, ids=[says[:40] for says, _ in BOTH])
-def test_steps(says: str, changes: CHANGES, attend: Any) -> None:
+def test_both_attend_calls_name_the_argument(says: str, changes: CHANGES, attend: Any) -> None:
     world = World()
     check_raises(
         f"step: {says}",
@@ -156,7 +147,7 @@ STEP: list[tuple[str, CHANGES]] = [
 
 
 @pytest.mark.parametrize(("says", "changes"), STEP)
-def test_step_alone(says: str, changes: CHANGES) -> None:
+def test_attend_step_names_the_argument(says: str, changes: CHANGES) -> None:
     world = World()
     call = partial(attend_step, **{**world.step, **changes(world)})
     check_raises(f"step: {says}", call, world.written, world.out)
@@ -165,23 +156,17 @@ def test_step_alone(says: str, changes: CHANGES) -> None:
 PARTIAL: list[tuple[str, CHANGES]] = [
     ("absorbed is missing for deepseek_v3. Pass absorb(", lambda w: {"absorbed": None}),
     ("keys must be 'all' for deepseek_v3, got 'window'. Plan each ", lambda w: {"keys": "window"}),
-    (
-        "absorbed must be None with CompressedInputs",
-        lambda w: {"projected": CompressedInputs(w.q_latent)},
-    ),
+    ("absorbed must be None", lambda w: {"projected": CompressedInputs(w.q_latent)}),
     (
         "the plan's config (deepseek_v3) has no compressor. Call attend_step()",
         lambda w: {"projected": CompressedInputs(w.q_latent), "absorbed": None},
     ),
-    (
-        "raw must be None where no row is written",
-        lambda w: {"raw": w.raw, "plan": w.planned(w.requests.part([0] * 4, [2] * 4)[1])},
-    ),
+    ("raw must", lambda w: {"raw": w.raw, "plan": w.planned(w.requests.part([0] * 4, [2] * 4)[1])}),
 ]
 
 
 @pytest.mark.parametrize(("says", "changes"), PARTIAL)
-def test_partial_alone(says: str, changes: CHANGES) -> None:
+def test_attend_partial_names_the_argument(says: str, changes: CHANGES) -> None:
     world = World()
     call = partial(attend_partial, **{**world.step, **changes(world)})
     check_raises(f"step: {says}", call, world.written)
@@ -193,51 +178,36 @@ def fp8(**changes: Any) -> CHANGES:
 
 
 QUANTIZED: list[tuple[str, CHANGES]] = [
-    (
-        "step: out must have the output format of the plan, 'fp8', got 'fp8_128'. Call make_plan(",
-        fp8(format="fp8_128"),
-    ),
-    (
-        "step: out must have T=65 rows, got 64.",
-        fp8(values=torch.empty(64, 96, dtype=torch.float8_e4m3fn)),
-    ),
+    ("step: out must", fp8(format="fp8_128")),
+    ("step: out must", fp8(values=torch.empty(64, 96, dtype=torch.float8_e4m3fn))),
     ("step: values must be torch.float8_e4m3fn, got torch.f", fp8(values=torch.empty(65, 96))),
     ("step: global_scale must be a float32 scalar ... got None", fp8(global_scale=None)),
     ("step: global_scale must be positive and finite, got 0", fp8(global_scale=torch.tensor(0.0))),
     ("step: scales must be None for format fp8", fp8(scales=torch.ones(65, 1))),
-    (
-        "step: out must have the output format of the plan, None, got 'fp8'",
-        lambda w: {**fp8()(w), "plan": w.planned(output=None)},
-    ),
+    ("step: out must", lambda w: {**fp8()(w), "plan": w.planned(output=None)}),
 ]
 
 
 @pytest.mark.parametrize(("says", "changes"), QUANTIZED)
-def test_quantized_outputs(says: str, changes: CHANGES) -> None:
+def test_wrong_output_buffers_are_named(says: str, changes: CHANGES) -> None:
     world = World(output="fp8")
     check_raises(says, partial(attend_step, **{**world.step, **changes(world)}), world.written)
 
 
 LATENT: list[tuple[str, CHANGES]] = [
     ("latent: q_latent must be [T, H, C + R] = (65, ", lambda w: {"q_latent": w.q_latent[1:]}),
-    (
-        "latent: q_latent must be [T, H, C + R] = (65, 4, 40) for this plan, got (65, 4, 32).",
-        lambda w: {"q_latent": w.q_latent[..., :C]},
-    ),
+    ("latent: q_latent must be", lambda w: {"q_latent": w.q_latent[..., :C]}),
     ("latent: q_latent must be on cpu, got meta", lambda w: {"q_latent": w.q_latent.to("meta")}),
     ("latent: q_latent must be of type Tensor, got NoneType", lambda w: {"q_latent": None}),
     ("latent: cache must be of type LayerCache", lambda w: {"cache": w.cache.latent}),
     ("latent: cache has no latent rows. Pass", lambda w: {"cache": LayerCache()}),
     ("latent: plan must be of type Plan, got NoneType", lambda w: {"plan": None}),
-    (
-        "latent: plan has expanded requests ... Call make_plan(form='absorbed').",
-        lambda w: {"plan": w.planned(form="expanded")},
-    ),
+    ("latent: plan has expanded requests", lambda w: {"plan": w.planned(form="expanded")}),
 ]
 
 
 @pytest.mark.parametrize(("says", "changes"), LATENT)
-def test_latent(says: str, changes: CHANGES) -> None:
+def test_attend_latent_names_the_argument(says: str, changes: CHANGES) -> None:
     world = World(form="absorbed")
     usual = {"q_latent": world.q_latent, "cache": world.cache, "plan": world.plan}
     check_raises(says, partial(attend_latent, **{**usual, **changes(world)}))
@@ -249,10 +219,7 @@ def test_a_selection_is_of_one_plan() -> None:
     other = make_selection(positions, world.cache, world.planned(world.requests.part()[1]))
     for says, selection in (
         ("step: selection is missing: 65 tokens ... select_step() or make_selection()", None),
-        (
-            "step: selection must be made with this plan (65 selecting tokens), got one of another",
-            other,
-        ),
+        ("step: selection must be", other),
         ("step: selection must be of type Selection, got Tensor", positions),
     ):
         given = {"cache": world.cache, "plan": world.plan, "selection": selection}
@@ -276,16 +243,10 @@ SELECTION: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
     ("positions must be torch.int32 ... got torch", lambda w: {"positions": w.positions.long()}),
     ("positions must be on cpu, got meta", lambda w: {"positions": w.positions.to("meta")}),
     ("positions must be a [T, K] int32 tensor, got NoneType", lambda w: {"positions": None}),
-    (
-        "positions must be contiguous along a row ... Call .contiguous().",
-        lambda w: {"positions": w.positions.T.contiguous().T},
-    ),
+    ("positions must be contiguous", lambda w: {"positions": w.positions.T.contiguous().T}),
     ("positions of a token that sees 58 keys ... got 58.", lambda w: put(w, 0, 3, 58)),
     ("positions of a token that sees 58 keys ... got -2.", lambda w: put(w, 0, 3, -2)),
-    (
-        "positions must not repeat a key of a token",
-        lambda w: put(w, 0, 3, int(w.positions[0, 4])),
-    ),
+    ("positions must not repeat a key of a token", lambda w: put(w, 0, 3, int(w.positions[0, 4]))),
     ("lens must be [T] = (65,) for this plan, got (9,)", lambda w: {"lens": w.lens[:9]}),
     ("lens must be torch.int32 ... got torch.int64", lambda w: {"lens": w.lens.long()}),
     ("lens must be within 0..K=32, got 33..33", lambda w: {"lens": w.lens + 1}),
@@ -297,7 +258,7 @@ SELECTION: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("says", "changes"), SELECTION)
-def test_selections(says: str, changes: CHANGES) -> None:
+def test_make_selection_names_the_argument(says: str, changes: CHANGES) -> None:
     world: Any = World(SPARSE)
     world.positions = world.requests.listed(world.requests.choices())
     world.lens = torch.full((65,), 32, dtype=torch.int32)
@@ -305,7 +266,7 @@ def test_selections(says: str, changes: CHANGES) -> None:
     check_raises(f"selection: {says}", partial(make_selection, **{**usual, **changes(world)}))
 
 
-def test_select_step() -> None:
+def test_select_step_names_the_argument() -> None:
     world = World(SPARSE)
     zeros = torch.zeros(65, 16, 16, dtype=torch.float64)
     index = IndexInputs(zeros, zeros[..., 0], zeros[:, 0])
@@ -318,16 +279,13 @@ def test_select_step() -> None:
         ("the plan's config (deepseek_v3) has no indexer", (index, world.cache, World().plan)),
         ("cache has no index rows. Allocate it for ", (index, latent_only, world.plan)),
         ("the plan was made for a cache without index rows", (index, world.cache, unscored)),
-        (
-            "q_idx must be (65, 16, 16) for this plan, got (64, 16, 16).",
-            (index._replace(q_idx=zeros[1:]), world.cache, world.plan),
-        ),
+        ("q_idx must be", (index._replace(q_idx=zeros[1:]), world.cache, world.plan)),
     ):
         call = partial(select_step, *given)
         check_raises(f"select: {says}", call, world.cache.index.data)
 
 
-def test_sinks() -> None:
+def test_apply_sink_names_the_argument() -> None:
     out, lse, sink = torch.zeros(4, H, V), torch.zeros(4, H), torch.zeros(H)
     for says, given in (
         ("lse must be [T, H] and out [T, H, V], got (4, 3) and (", (out, lse[:, 1:], sink)),
@@ -337,7 +295,7 @@ def test_sinks() -> None:
         check_raises(f"sink: {says}", partial(apply_sink, *given))
 
 
-def test_compressed_steps() -> None:
+def test_attend_compressed_names_the_argument() -> None:
     layer = make_layer(tiny_config(), 4)
     server = Server(layer, {"a": sequence(90)})
     server.step([("a", 80)])
@@ -359,10 +317,7 @@ def test_compressed_steps() -> None:
         ("table must have a row ... got None. Pass", {"table": None}),
         ("table must have a row ... got 3. Pass", {"table": table[:3]}),
         ("q must be torch.float32 like the other inputs, got torch.float64", {"q": q.double()}),
-        (
-            "out must have the output format of the plan, None, got 'fp8'",
-            {"out": make_output("fp8", 9, width, global_scale=1.0)},
-        ),
+        ("out must", {"out": make_output("fp8", 9, width, global_scale=1.0)}),
     ):
         call = partial(attend_compressed, **{**usual, **changes})
         check_raises(f"step: {says}", call, server.cache.window.data)
@@ -382,10 +337,7 @@ ELSEWHERE: list[tuple[str, Callable[[World], object]]] = [
     ("plan: prefill_dtype must be 'fp8' or None", lambda w: w.planned(prefill_dtype="fp16")),
     ("plan: prefill_dtype must be 'fp8' or None, got 8.", lambda w: w.planned(prefill_dtype=8)),
     ("plan: config must have an indexer for form 'chosen'", lambda w: w.planned(form="chosen")),
-    (
-        "plan: into must be the buffers",
-        lambda w: w.planned(into={"block_table": torch.zeros(1, 1)}),
-    ),
+    ("plan: into must be", lambda w: w.planned(into={"block_table": torch.zeros(1, 1)})),
     (
         "plan: into must be plan_buffers() of this config and cache",
         lambda w: w.planned(
@@ -426,7 +378,7 @@ ELSEWHERE: list[tuple[str, Callable[[World], object]]] = [
 
 
 @pytest.mark.parametrize(("says", "call"), ELSEWHERE)
-def test_around_a_step(says: str, call: Callable[[World], object]) -> None:
+def test_calls_around_a_step_name_the_argument(says: str, call: Callable[[World], object]) -> None:
     world = World()
     check_raises(says, lambda: call(world), world.written)
 

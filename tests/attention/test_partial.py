@@ -132,7 +132,7 @@ def test_lengths_that_only_the_device_knows(captured: bool, device: str) -> None
 
 
 @pytest.mark.parametrize("form", ["chosen", "auto", "expanded"])
-def test_sparse(form: str, device: str) -> None:
+def test_parts_of_selected_keys_merge_into_the_whole(form: str, device: str) -> None:
     """Each token's choice split between the parts, few of a part's keys; "expanded" masks them."""
     query_lens, seq_lens = [3, 40, 1, 50], [80, 90, 70, 130]
     requests = Requests(query_lens, seq_lens, SPARSE, device)
@@ -162,7 +162,7 @@ def test_sparse(form: str, device: str) -> None:
     requests.close(merged(parts), requests.truth(chosen))
 
 
-def test_sinks_come_last(device: str) -> None:
+def test_sink_is_applied_after_all_parts_are_merged(device: str) -> None:
     requests = Requests([3, 1], [30, 17], device=device)
     sink = torch.randn(H, generator=torch.Generator().manual_seed(3)).to(device)
     cache, batch = requests.part()

@@ -108,7 +108,7 @@ def test_nan_of_a_context_row_outlives_its_chunk(tokens: int, device: str) -> No
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_sparse(format: str, device: str) -> None:
+def test_sparse_outputs_are_quantized(format: str, device: str) -> None:
     requests = Requests([3, 80, 1], [80, 80, 17], SPARSE, device)
     chosen = requests.choices()
     cache, batch = requests.part()
@@ -123,7 +123,7 @@ def test_sparse(format: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_sinks_come_before(format: str, device: str) -> None:
+def test_sink_is_applied_before_outputs_are_quantized(format: str, device: str) -> None:
     requests = Requests(*MIXED, device=device)
     cache, batch = requests.part()
     plan = make_plan(batch, DENSE, cache, dtype=requests.dtype, output=format)

@@ -75,7 +75,7 @@ SPARSE: dict[str, Any] = {"op": "mqa_sparse", "format": "fp8_ds_mla", "kinds": (
         ({"capability": (8, 0)}, "reference"),  # which the op refuses on a GPU
     ],
 )
-def test_who_takes_e4m3_queries(changes: dict[str, Any], backend: str) -> None:
+def test_auto_backend_of_e4m3_queries(changes: dict[str, Any], backend: str) -> None:
     pytest.importorskip("triton")
     assert choose_backend(replace(E4M3, **changes)) == backend
 

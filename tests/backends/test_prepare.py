@@ -71,7 +71,7 @@ def test_kernels_are_told_apart_as_by_triton(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("value", WHOLE)
-def test_whole_numbers_one_by_one(value: int) -> None:
+def test_whole_numbers_are_keyed_as_triton_keys_them(value: int) -> None:
     """Of every pair: hypothesis may miss one."""
     plain = (0.5, 0.5, 0.5, 0.5)
     for i in range(4):
@@ -154,7 +154,9 @@ def test_another_specialisation_is_tritons_again(seen: SimpleNamespace) -> None:
     assert len(seen.triton) == 6 and len(seen.direct) == 3
 
 
-def test_another_device_has_its_own(seen: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_launches_its_own_kernel(
+    seen: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch()((1,), MEMORY, 3, 2, 1.0)
     monkeypatch.setattr(prepared.driver.active, "get_current_device", lambda: 4)
     launch()((1,), MEMORY, 3, 2, 1.0)

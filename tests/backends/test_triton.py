@@ -1,8 +1,8 @@
 """Triton kernels on a machine without a GPU: compiled for real targets, run in the interpreter.
 
-The interpreter and the compiler cannot share a process, so the contract tests of every op with a
-Triton kernel run once more in one of their own, with "triton" as the only backend. What would take
-minutes there is marked slow_interpreted and runs on a GPU.
+The interpreter and the compiler cannot share a process, so the contract tests of all ops with a
+Triton kernel run once more in others, with "triton" as the only backend. What would take minutes
+there is marked slow_interpreted and runs on a GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 
 from openmla.backends import BACKENDS, Problem, why_not
+from tools.gpu_tests import PART_OF
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "tests" / "ops"
 OPS = sorted(op for op, backends in BACKENDS.items() if "triton" in backends)
 OTHERS = (80, 121)  # the oldest and the newest; the rest are `openmla doctor --compile all`'s
 SPILLS = 64  # bytes
+PARTS = 3  # of the contract tests: a process each, which takes seconds to start
 
 
 def test_there_are_kernels() -> None:
@@ -32,29 +33,16 @@ def test_there_are_kernels() -> None:
     assert reason == "runs on cuda, this is cpu"
 
 
-def files_of(op: str) -> list[str]:
-    """tests/ops/test_<op>.py and what it was split into, test_<op>_<idea>.py."""
-    longer = tuple(f"test_{other}" for other in OPS if other.startswith(f"{op}_"))
-    stems = sorted(path.stem for path in FOLDER.glob(f"test_{op}*.py"))
-    return [f"tests/ops/{stem}.py" for stem in stems if not stem.startswith(longer)]
-
-
-def test_every_file_is_of_one_op() -> None:
-    """So that splitting a file takes none of its tests from the interpreter."""
-    names = ("decisions", "flashmla", "flashmla_graphs", "prepared_launches", "register", "schemas")
-    others = {f"tests/ops/test_{name}.py" for name in names}
-    there = {f"tests/ops/{path.name}" for path in FOLDER.glob("test_*.py")}
-    assert sorted(there - others) == sorted(file for op in OPS for file in files_of(op))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_contract_in_the_interpreter(op: str) -> None:
-    """All that the contract asks of a backend, kernel by kernel on CPU tensors."""
+@pytest.mark.parametrize("part", range(PARTS))
+def test_contracts_in_the_interpreter(part: int) -> None:
+    """All that the contracts ask of a backend, kernel by kernel on CPU tensors."""
     environment = {
-        **os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"
+        **os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        PART_OF: f"{part}/{PARTS}",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider"]
-    command += [*files_of(op), "-m", "triton and not slow_interpreted", "--tb=short"]
+    command += ["-p", "tools.gpu_tests", "tests/ops", "--tb=short"]
+    command += ["-m", "triton and not slow_interpreted"]
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
     assert " passed" in run.stdout

@@ -140,36 +140,13 @@ def test_growing() -> None:
         (lambda pool: pool.free("x"), "request 'x' is not in the pool"),
         (lambda pool: pool.truncate("x", 0), "request 'x' is not in the pool"),
         (lambda pool: pool.share("x", "y"), "request 'x' is not in the pool"),
-        (
-            lambda pool: pool.share("a", "a"),
-            "request 'a' is already in the pool. Call pool.free('a')",
-        ),
-        (
-            lambda pool: pool.share("a", "b", 6),
-            "request 'a' can share 0..5 tokens, got num_tokens=6",
-        ),
-        (
-            lambda pool: pool.truncate("a", 6),
-            "request 'a' can be cut to 0..5 tokens, got num_tokens=6",
-        ),
-        (
-            lambda pool: pool.take({"b": 1, "a": -1}),
-            "the number of tokens for request 'a' must be an integer",
-        ),
-        (
-            lambda pool: pool.slot_mapping([("a", 3, 2)]),
-            "positions of request 'a' must lie in 0..5",
-        ),
-        (
-            lambda pool: pool.slot_mapping([("a", 0, 6)]),
-            "request 'a' has 5 tokens in the pool, got positions 0..6. "
-            "Call pool.take({'a': 1}) before slot_mapping().",
-        ),
-        (
-            lambda pool: pool.slot_mapping([("x", 0, 5)]),
-            "request 'x' has no blocks in the pool. "
-            "Call pool.take({'x': 5}) before slot_mapping().",
-        ),
+        (lambda pool: pool.share("a", "a"), "request 'a' is already in the pool."),
+        (lambda pool: pool.share("a", "b", 6), "request 'a' can share 0..5 tokens"),
+        (lambda pool: pool.truncate("a", 6), "request 'a' can be cut to 0..5 tokens"),
+        (lambda pool: pool.take({"b": 1, "a": -1}), "the number of tokens for request 'a' must be"),
+        (lambda pool: pool.slot_mapping([("a", 3, 2)]), "positions of request 'a' must"),
+        (lambda pool: pool.slot_mapping([("a", 0, 6)]), "request 'a' has 5 tokens"),
+        (lambda pool: pool.slot_mapping([("x", 0, 5)]), "request 'x' has no blocks in the pool."),
         (lambda pool: pool.slot_mapping([("a", 0.0, 1)]), "start must be an integer, got 0.0"),
         (lambda pool: pool.slot_mapping([("a", 0, 2.5)]), "stop must be an integer, got 2.5"),
         (lambda pool: pool.slot_mapping([], num_rows=2.0), "num_rows must be an integer, got 2.0"),

@@ -93,7 +93,7 @@ def made_pages(N: int, BS: int, D: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("D", "row", "values"), [(512, 584, 576), (128, 200, 192), (192, 264, 256), (640, 720, 704)]
 )
-def test_sizes(D: int, row: int, values: int) -> None:
+def test_row_and_page_bytes_follow_the_layout(D: int, row: int, values: int) -> None:
     assert V4.row_bytes(D) == V4.width(D) == row == values + 8 * -(-(D // 64 - 1) // 8)
     assert V4.packed and V4.holds == "latent"
     for BS in (1, 2, 3, 16, 64, 256):
@@ -339,14 +339,8 @@ def test_widths_that_are_refused(D: int) -> None:
     [
         (lambda data: data[:, :1168].unflatten(1, (2, -1)), None),
         (lambda data: data[:1, :584][:, None], None),  # one entry has no neighbour
-        (
-            lambda data: data[:, :1200].unflatten(1, (2, -1))[:, :, :584],
-            "plan: each block must be contiguous for format fp8_dsv4, got strides (1728, 600, 1",
-        ),
-        (
-            lambda data: data[:, :1168].unflatten(1, (2, -1)).view(torch.int8),
-            "plan: cache must be torch.uint8 for format fp8_dsv4, got torch.int8.",
-        ),
+        (lambda data: data[:, :1200].unflatten(1, (2, -1))[:, :, :584], "plan: each block must be"),
+        (lambda data: data[:, :1168].unflatten(1, (2, -1)).view(torch.int8), "plan: cache must be"),
     ],
 )
 def test_pages_must_be_whole(change: Any, message: str | None) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from openmla.backends import BACKENDS
-from openmla.bench.harness import Job, able_backends
+from openmla.bench.harness import Job, able, time_graphs
 from openmla.cli.__main__ import main as openmla
 from openmla.errors import ConfigError
 from openmla.ops import rope
@@ -83,8 +86,50 @@ def test_models_of_generate(
 def test_wrong_contenders_are_not_timed() -> None:
     x = torch.ones(1, 1, 2)
     inputs = Inputs({"x": x}, {}, ())
-    calls, _, left_out = able_backends(rope, Job(inputs, Cost(1, 1), lambda _, backend: 1.5))
+    job = Job(inputs, Cost(1, 1), lambda op, inputs, backend: 1.5)
+    calls, _, left_out = able(rope, job)
     assert calls == {} and left_out[-1].why == "WRONG: 1.50 times its error budget"
+
+
+def test_graphs_hold_all_calls_and_are_replayed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake of torch.cuda whose clock is the number of calls: 1 ms each."""
+    capturing: list[list[str]] = []
+    replayed: list[str] = []
+
+    class Graph:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def replay(self) -> None:
+            replayed.extend(self.calls)
+
+    class Event:
+        def __init__(self, **options: bool) -> None:
+            assert options == {"enable_timing": True}
+
+        def record(self) -> None:
+            self.at = len(replayed)
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    @contextmanager
+    def graph(made: Graph) -> Iterator[None]:
+        capturing.append(made.calls)
+        yield
+        capturing.pop()
+
+    for name, fake in {"CUDAGraph": Graph, "Event": Event, "graph": graph}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def contender(name: str) -> None:
+        if capturing:
+            capturing[-1].append(name)
+
+    calls = {name: partial(contender, name) for name in ("a", "b")}
+    assert time_graphs(calls, 3) == {"a": 1000.0, "b": 1000.0}
+    assert replayed == ["a", "a", "a", "b", "b", "b"] * 9
 
 
 def test_json_alone_prints_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,7 +203,7 @@ def test_fa3_is_called_as_vllm_calls_it(
     assert list(shape.contenders) == ["openmla", "fa3", "fa3 eager", "cat+openmla"]
     assert shape.calls == 3 and len(shape.exact[0]) == len(LENS) * new
     for name, contender in shape.contenders.items():
-        out_error, lse_error = latent.errors(contender, shape.exact)
+        out_error, lse_error = latent.errors(contender(), shape.exact)
         assert out_error < 4e-3 and lse_error < 1e-3, name
     captured, eager = fake.called
     assert (captured["num_splits"], captured["max_seqlen_k"]) == (32, 33792)
@@ -266,8 +266,8 @@ def test_a_wrong_fa3_has_no_time(
     install(FakeFA3(factor))
     made = [("vllm-small", lambda: latent.served("", 16, 1, 16, "LBNHC", "cpu"))]
     monkeypatch.setattr(latent, "shapes", lambda: iter(made))
-    monkeypatch.setattr(latent, "describe_machine", lambda device: "no GPU")
-    monkeypatch.setattr(latent, "timed", lambda right, calls: dict.fromkeys(right, 2.0))
+    monkeypatch.setattr("bench.report.describe_machine", lambda device: "no GPU")
+    monkeypatch.setattr(latent, "time_graphs", lambda right, calls: dict.fromkeys(right, 2.0))
     path = tmp_path / "rows.json"
     latent.run(["--only", "vllm", "--json", str(path)])
     rows = {row["contender"]: row for row in json.loads(path.read_text())["rows"]}

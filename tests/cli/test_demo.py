@@ -21,7 +21,7 @@ from openmla.cli.models import demo_prompt, demo_text, load_model
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_is_in_the_box() -> None:
+def test_the_demo_checkpoint_is_small_sparse_and_described() -> None:
     assert sum(path.stat().st_size for path in DEMO.iterdir()) <= 12e6
     config = json.loads((DEMO / "config.json").read_text())
     assert config["model_type"] == "deepseek_v32" and config["n_routed_experts"] > 1
@@ -121,7 +121,7 @@ def test_eval_is_what_transformers_computes(capsys: pytest.CaptureFixture[str]) 
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("openmla.cli.eval.find_spec", lambda name: None)
+    monkeypatch.setattr("openmla.cli.pictures.find_spec", lambda name: None)
     assert main(["eval", "--model", "demo", "--plot", "x.png"]) == 2
     assert capsys.readouterr().err.endswith('pip install "openmla[plot]".\n')
 

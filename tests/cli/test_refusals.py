@@ -357,7 +357,7 @@ def test_more_tokens_than_the_context_is_a_warning(
     assert "8 of 8 tokens the same" in captured.out
 
 
-def test_an_interrupt(
+def test_an_interrupt_exits_with_130(
     tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -368,7 +368,9 @@ def test_an_interrupt(
     assert capsys.readouterr().err.splitlines()[-1] == "openmla: interrupted."
 
 
-def test_a_closed_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_pipe_exits_with_141(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     read, write = os.pipe()
     os.close(read)
     with monkeypatch.context() as patch, os.fdopen(write, "w", buffering=1) as stream:

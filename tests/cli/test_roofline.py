@@ -272,7 +272,7 @@ def test_no_measured_step_beats_the_roofline() -> None:
 
 
 def whole_model() -> tuple[float, float]:
-    """Predicted and measured us of the recorded decode step of bench.generate --model v2-lite."""
+    """Predicted and measured us of the recorded decode step of bench generate --model v2-lite."""
     rows = json.loads((RESULTS / "generate_h200.json").read_text())["rows"]
     (row,) = (row for row in rows if row["contender"] == "captured")
     assert row["shape"] == "8 tokens of the whole model, each over 32768 keys"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -258,22 +256,10 @@ def test_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawing = [*V32, "--plot", str(tmp_path / "size.png")]
-    monkeypatch.setattr("openmla.cli.size.find_spec", lambda name: None)
+    monkeypatch.setattr("openmla.cli.pictures.find_spec", lambda name: None)
     assert "--plot needs matplotlib" in refused(capsys, *drawing)
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     pytest.importorskip("matplotlib").use("Agg")
     assert main(["size", *drawing]) == 0
     assert (tmp_path / "size.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_preset_needs_no_package_but_torch() -> None:
-    """matplotlib, transformers and safetensors are not even looked for."""
-    code = (
-        "import sys; from openmla.cli.__main__ import main; "
-        f"assert main(['size', *{V32!r}]) == 0; "
-        "loaded = {'matplotlib', 'transformers', 'safetensors'} & set(sys.modules); "
-        "assert not loaded, loaded"
-    )
-    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr

@@ -25,7 +25,7 @@ def test_quiet_leaves_warnings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_a_bar_where_somebody_watches(
+def test_progress_is_shown_only_in_a_terminal(
     rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if rich:
@@ -64,7 +64,7 @@ def test_one_bar_at_a_time(
     assert "outside" in told and "inside" not in told
 
 
-def test_tables() -> None:
+def test_tables_align_numbers_and_escape_markdown() -> None:
     assert str(ROWS).splitlines() == [
         "name    us  why",
         "a|b    1.5  slow",

@@ -157,21 +157,13 @@ def test_kimi_linear_never_rotates() -> None:
         ("tiny-v3", {"rms_norm_eps": 0}, "latent_eps must be a positive number, got 0.0"),
         ("tiny-v3", {"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
         ("tiny-v3", {"rope_scaling": "yarn"}, "rope_parameters must be a dict, got 'yarn'"),
-        (
-            "tiny-v3",
-            {"rope_scaling": {"type": "dynamic", "factor": 2}},
-            "rope type 'dynamic' is not supported. Supported: none, default, yarn, longrope.",
-        ),
+        ("tiny-v3", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope type 'dynamic'"),
         (
             "tiny-v3",
             {"rope_scaling": {"type": "yarn", "factor": 2, "beta_mid": 3}},
             "RoPE field 'beta_mid' is not supported, got 3",
         ),
-        (
-            "tiny-v3",
-            {"rope_scaling": {"type": "yarn", "factor": 0.5}},
-            "rope factor must be at least 1, got 0.5",
-        ),
+        ("tiny-v3", {"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope factor must be"),
         (
             "tiny-v3",
             {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2}},
@@ -206,25 +198,13 @@ def test_kimi_linear_never_rotates() -> None:
         ("tiny-v3.2", {"index_head_dim": 4}, "index_head_dim must be at least qk_rope_head_dim=8"),
         ("tiny-v3.2", {"index_topk_freq": 0}, "index_topk_freq must be at least 1, got 0"),
         ("tiny-glm-5.2", {"indexer_types": ["full"]}, "indexer_types must list 'full' or 'shared'"),
-        (
-            "tiny-glm-5.2",
-            {"indexer_types": ["shared", "full", "full"]},
-            "indexer_types[0] must be full (nothing to share yet), got 'shared'",
-        ),
+        ("tiny-glm-5.2", {"indexer_types": ["shared", "full", "full"]}, "indexer_types[0] must be"),
         ("tiny-v4", {"num_key_value_heads": 4}, "num_key_value_heads must be 1 for deepseek_v4"),
         ("tiny-v4", {"compress_ratios": [0, 4, 64]}, "compress_ratios[2] must be 0, 1, 4 or 128"),
         ("tiny-v4", {"compress_ratios": [0, 4]}, "compress_ratios must be one per layer (3)"),
         ("tiny-v4", {"compress_ratios": None}, "compress_ratios must be a list of integers"),
-        (
-            "tiny-v4",
-            {"compress_ratios": [0, 4, 128, 4]},
-            "compress_ratios must be 0 for draft layers",
-        ),
-        (
-            "tiny-v4",
-            {"layer_types": ["full_attention"] * 3},
-            "layer_types must be some of sliding_att",
-        ),
+        ("tiny-v4", {"compress_ratios": [0, 4, 128, 4]}, "compress_ratios must be"),
+        ("tiny-v4", {"layer_types": ["full_attention"] * 3}, "layer_types must be"),
         (
             "tiny-v4",
             {
@@ -375,10 +355,7 @@ def test_nonsense_in_any_field_is_a_sentence_or_no_matter(name: str) -> None:
     ("changes", "message"),
     [
         ({"num_hidden_layers": 2**40}, "num_hidden_layers must be at most 100000, got 1099511"),
-        (
-            {"max_position_embeddings": 2**40},
-            "max_position(s|_embeddings) must be at most 16777216",
-        ),
+        ({"max_position_embeddings": 2**40}, "max_position(s|_embeddings) must be"),
         ({"hidden_size": 2**40}, "hidden_size must be at most 1048576"),
         ({"qk_nope_head_dim": 2**40}, "qk_nope_head_dim must be at most 1048576"),
         ({"num_attention_heads": 2**40, "num_key_value_heads": None}, "num_heads must be at most"),

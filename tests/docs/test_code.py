@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from openmla import OUTPUT_FORMATS, decode_output
 from openmla.cli.__main__ import main
 from openmla.testing import poisoned_memory
 from tests.docs.pages import PAGES, ROOT, Block, blocks
@@ -28,12 +30,9 @@ DEMO = ROOT / "openmla" / "demo"
 
 # Pages whose blocks of a language another test runs, and looks at what comes out.
 ELSEWHERE = {
+    ("README.md", "python"): "tests/test_readme.py",
     ("bisect.md", "python"): "tests/bisect/test_page.py",
     ("drop-in.md", "python"): "tests/integrations/test_drop_in.py",
-    ("engines.md", "python"): "tests/test_engines.py",
-    ("engines-compile.md", "python"): "tests/test_compile_page.py",
-    ("engines-plans.md", "python"): "tests/test_engine_pages.py",
-    ("quantized-outputs.md", "python"): "tests/test_outputs_page.py",
     ("scales.md", "python"): "tests/integrations/test_scales.py",
     ("size.md", "bash"): "tests/cli/test_size.py",
 }
@@ -66,8 +65,27 @@ cache = openmla.allocate_cache(config, num_blocks=1024, block_size=64, format="f
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """,
+    "engines-compile.md": """
+import torch
+from torch._dynamo.utils import counters
+torch.compiler.reset()
+counters.clear()
+""",
 }
 AFTER = {"adding-a-kernel.md": 'openmla.unregister_backend("merge_states", "mine")'}
+# What the names of a page hold once it has run.
+HOLDS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "engines.md": lambda names: names["out_latent"].isfinite().all(),
+    # the prompts, and twenty steps of decode
+    "engines-compile.md": lambda names: (
+        names["out"].isfinite().all() and names["counters"]["stats"]["unique_graphs"] == 2
+    ),
+    "engines-plans.md": lambda names: names["plan"].num_tokens == 4 and not names["out"][2:].any(),
+    "quantized-outputs.md": lambda names: (
+        decode_output(names["out"]).isfinite().all()
+        and "output    nvfp4: " in names["plan"].explain()
+    ),
+}
 # Names that mean something else where a block begins anew: here a V4 model, cut to four layers.
 BETWEEN = {
     ("cache-formats.md", 2): """
@@ -94,6 +112,8 @@ def run_page(page: Path, folder: Path, told: str) -> None:
             else:
                 run_commands(block, folder)
     exec(AFTER.get(page.name, ""), names)
+    if told == "" and page.name in HOLDS:
+        assert HOLDS[page.name](names)
 
 
 def run_commands(block: Block, folder: Path) -> None:
@@ -122,6 +142,7 @@ def running(told: str) -> list[Any]:
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in found]
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("page", running(""))
 def test_code_runs(page: Path, folder: Path) -> None:
     with torch.inference_mode(False), poisoned_memory(on=False):  # as readers run it
@@ -169,13 +190,27 @@ def test_few_blocks_are_not_run() -> None:
     assert {name: reasons for name, reasons in skipped.items() if reasons} == NOT_RUN
 
 
+def test_pages_are_short_and_complete() -> None:
+    """A page is no longer than one sits down to read; those for engines name one another."""
+    long = {"README.md", "CONTRIBUTING.md", "benchmarks.md", "ops.md"}  # the last are made
+    for page in PAGES:
+        assert page.name in long or len(page.read_text().splitlines()) <= 200, page.name
+    names = ("engines.md", "engines-plans.md", "engines-compile.md")
+    for name in names:
+        text = (ROOT / "docs" / name).read_text()
+        assert all(f"]({other})" in text for other in names if other != name), name
+        assert f"](docs/{name})" in (ROOT / "README.md").read_text()
+    formats = (ROOT / "docs" / "quantized-outputs.md").read_text()
+    assert all(f"`{name}`" in formats for name in OUTPUT_FORMATS)
+
+
 def test_commands_stand_in_fences() -> None:
     for page in PAGES:
         assert not re.search(r"^    openmla \w", page.read_text(), re.MULTILINE), page.name
 
 
 def test_what_runs_elsewhere_does() -> None:
+    pages = {page.name: page for page in PAGES}
     for (name, language), test in ELSEWHERE.items():
         assert name in (ROOT / test).read_text(), f"{test} does not name {name}"
-        page = ROOT / "docs" / name
-        assert any(b.language == language and b.runs for b in blocks(page)), f"{name}: {language}"
+        assert any(b.language == language and b.runs for b in blocks(pages[name])), name

@@ -54,7 +54,7 @@ def section(name: str, *titles: str) -> str:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_summary_comes_first(name: str) -> None:
+def test_docstrings_begin_with_a_sentence(name: str) -> None:
     doc = inspect.cleandoc(PUBLIC[name].__doc__ or "")
     assert not doc.startswith(f"{name}("), "the signature that dataclasses write"
     summary = doc.split("\n\n")[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 
 from tests.config.checkpoints import CHECKPOINTS
@@ -218,6 +219,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "v4": make_v4,
 }
 IDS = torch.randint(2, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+# Other weights and prompts on the same path are left to `make test-all` and to GPUs.
+SEEDS: list[Any] = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 
 
 def padded_prompts(B: int = 5, S: int = 20, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -226,7 +226,7 @@ def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("by_default")
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
-def test_by_default(family: str, device: str) -> None:
+def test_decode_is_captured_by_default_unless_a_hook_is_inside(family: str, device: str) -> None:
     """Recorded without being asked, but where a hook inside wants to see every step."""
     model, ids, mask = on(device, model_of(family), *padded_prompts())
     alone = generate(model, ids, mask)

@@ -147,7 +147,7 @@ def test_what_is_imported_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", DROP_INS)
-def test_beside_an_original_only_if_asked(
+def test_an_installed_original_is_replaced_only_by_force(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = ModuleSpec(name, None)

@@ -120,7 +120,9 @@ def test_requests_that_can_never_run_are_refused(example: ModuleType) -> None:
     assert not engine.waiting and not engine.counts["requests"] and not engine.counts["steps"]
 
 
-def test_what_it_prints(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_prints_steps_and_free_blocks(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     example.main(["--requests", "3", "--device", "cpu"])
     text = capsys.readouterr().out
     assert (

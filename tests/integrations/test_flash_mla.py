@@ -302,7 +302,7 @@ def test_prefill(D: int, H: int, device: str) -> None:
             close(largest[t], exact[2], torch.float32)
 
 
-def test_statistics_in_base_two_or_none() -> None:
+def test_statistics_are_natural_base_two_or_absent() -> None:
     torch.manual_seed(6)
     q, kv = torch.randn(3, 8, 576).to(BF16), torch.randn(20, 1, 576).to(BF16)
     indices = torch.randint(-1, 20, (3, 1, 6), dtype=torch.int32)

@@ -231,7 +231,7 @@ def test_the_collector_destroys_no_graph_during_a_capture(cuda: FakeCuda, failur
         gc.enable()
 
 
-def test_what_is_smaller() -> None:
+def test_graph_memory_holds_steps_of_fewer_rows_and_blocks() -> None:
     memory = GraphMemory.__new__(GraphMemory)
     memory.device, memory.rows, memory.blocks = CPU, 8, 16
     assert memory.holds(CPU, 8, 16) and memory.holds(CPU, 1, 128)
@@ -249,7 +249,7 @@ def by_turns(model: Any, device: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "deepseek_v4"])
-def test_rows_by_turns(family: str, device: str) -> None:
+def test_graphs_of_several_sizes_give_the_same_tokens(family: str, device: str) -> None:
     """Several recorded steps at a time give the tokens of the model alone."""
     model = (make_v4() if family == "deepseek_v4" else model_of(family)).to(device)
     attach(model, capture=False)

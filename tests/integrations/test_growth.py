@@ -41,7 +41,9 @@ def decoded(rows: int, start: int, stop: int, block_bytes: int) -> tuple[int, fl
         (64, 16384, 20001, 7, 1 << 30),
     ],
 )
-def test_seldom_and_not_far(rows: int, start: int, stop: int, growths: int, idle: int) -> None:
+def test_pools_grow_seldom_and_stay_near_what_is_used(
+    rows: int, start: int, stop: int, growths: int, idle: int
+) -> None:
     """DeepSeek-V2-Lite: a growth is a copy and a recording, and what is idle is memory."""
     seen, copied, most = decoded(rows, start, stop, V2_LITE)
     assert seen <= growths and copied < 9 and most <= idle

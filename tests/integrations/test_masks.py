@@ -119,7 +119,7 @@ def test_a_mask_that_was_copied_says_the_same(whole: bool) -> None:
     assert read_mask(2, 5, full, [[], []]) is None
 
 
-def test_runs() -> None:
+def test_runs_are_added_and_hidden() -> None:
     runs = runs_of([False, True, True, False, True])
     assert runs == [(False, 1), (True, 2), (False, 1), (True, 1)]
     add_runs(runs, [(True, 2), (False, 1)])

@@ -300,19 +300,10 @@ def layers(*numbers: int, **kinds: Any) -> Scales:
         ({"kv_scale": float("inf")}, "kv_scale must be positive and finite, got inf"),
         ({"kv_scale": torch.ones(3)}, "kv_scale must be one number for the whole tensor, got"),
         ({"kv_scale": [1.0]}, "kv_scale must be a number, got list"),
-        (
-            {"kv_scale": layers(0, 1)},
-            "scales for the 3 MLA layers of the model, got 2, none for layers.2",
-        ),
+        ({"kv_scale": layers(0, 1)}, "scales for the 3 MLA layers of the model, got 2"),
         ({"kv_scale": layers(0, 1, 2, 3)}, "scales for the 3 MLA layers of the model, got 4"),
-        (
-            {"kv_scale": layers(0, 1, 3)},
-            "scales for the 3 MLA layers of the model, got 3, none for lay",
-        ),
-        (
-            {"kv_scale": "nowhere.safetensors"},
-            "'nowhere.safetensors' is neither a safetensors file",
-        ),
+        ({"kv_scale": layers(0, 1, 3)}, "scales for the 3 MLA layers of the model, got 3"),
+        ({"kv_scale": "nowhere.safetensors"}, "'nowhere.safetensors' is neither a safetensors"),
         ({"kv_scale": 2.0, "cache_format": "bf16"}, "kv_scale must be None with cache_format"),
         ({"kv_scale": layers(0), "cache_format": None}, "kv_scale must be None with cache_for"),
         ({"kv_scale": 2.0, "cache_format": "fp8_ds_mla"}, "kv_scale must be None with cache_f"),
@@ -393,7 +384,7 @@ def test_tokens_in_one_row(kind: str) -> None:
     assert calibrate(model, [IDS[0], IDS[1]]) == calibrate(model, [IDS[:1], IDS[1:]])
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_on_scales_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/scales.md shows runs."""
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "scales.md").read_text()

@@ -19,7 +19,7 @@ from openmla.integrations.transformers import (  # noqa: E402 - transformers may
     attachment_of,
     detach,
 )
-from tests.integrations.models import SPARSE, K, make_sparse, on  # noqa: E402
+from tests.integrations.models import SEEDS, SPARSE, K, make_sparse, on  # noqa: E402
 
 
 def prompts(lens: tuple[int, ...], padding: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
 UNEVEN = (60, K, K - 1, K + 1, 3)  # longer than, equal to, around and shorter than K
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", SPARSE)
 def test_same_tokens(family: str, seed: int, device: str) -> None:
     """64 new tokens for a left-padded batch of five, greedy, in blocks of 4 and of 64."""

@@ -38,6 +38,7 @@ from tests.integrations.models import (  # noqa: E402
     MAKERS,
     MODELS,
     OUTSIDE,
+    SEEDS,
     SPARSE,
     make_model,
     model_of,
@@ -48,7 +49,7 @@ from tests.integrations.models import (  # noqa: E402
 
 # by default on a GPU, and some families' own code waits for the host in every step
 @pytest.mark.filterwarnings("ignore:attach. the decode step of this model cannot be captured")
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", MODELS)
 def test_same_tokens(family: str, seed: int, device: str) -> None:
     """64 new tokens for a left-padded batch of five: greedy and beam search."""

@@ -58,7 +58,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("steps", [(127, 1, 1, 71), (128, 4, 68), (3, 1, 120, 76), (1,) * 20])
-def test_any_cut_is_one_pass(steps: tuple[int, ...], device: str) -> None:
+def test_prefill_in_any_chunks_equals_one_pass(steps: tuple[int, ...], device: str) -> None:
     model = make_v4().to(device)
     ids, _ = on(device, *prompts((sum(steps),) * 2))
     expected = model(ids, use_cache=False).logits

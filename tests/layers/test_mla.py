@@ -107,7 +107,7 @@ def test_mixed_batches(family: str, device: str) -> None:
             assert relative_error(server.output(name), peer.full(hidden[name])) < 1e-5
 
 
-def test_both_forms_in_one_step(device: str) -> None:
+def test_absorbed_and_expanded_requests_share_a_step(device: str) -> None:
     """A step whose forms differ by request: rows are picked apart and put back in order."""
     peer = make_peer("deepseek_v3")
     hidden = {name: sequence(80, seed) for seed, name in enumerate("abc")}

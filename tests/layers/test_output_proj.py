@@ -140,7 +140,7 @@ def test_bias_and_no_rows() -> None:
     assert torch.equal(project_output(linear, out, torch.float32), linear.bias.expand(3, 64))
 
 
-def test_who_takes_what() -> None:
+def test_output_format_follows_the_linear_layer() -> None:
     weight = torch.randn(64, 128)
     assert output_format(nn.Linear(128, 64)) is None
     assert output_format(FP8Linear(weight, "dynamic")) == "fp8_128"

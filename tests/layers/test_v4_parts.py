@@ -190,16 +190,8 @@ def test_refusals_write_nothing(ratio: int, monkeypatch: pytest.MonkeyPatch) -> 
         ((inputs, weights), {}, "absorbed must be None with CompressedInputs, got AbsorbedWeights"),
         ((finished, None), {"raw": inputs.raw}, "raw must be None with CompressedInputs"),
         ((projected, weights), {}, "projected must be CompressedInputs for deepseek_v4, got Pro"),
-        (
-            (replace(finished, rows=None), None),
-            {},
-            r"rows must be \(40, 32\) for this plan, got None",
-        ),
-        (
-            (replace(finished, q=q[:9]), None),
-            {"write": False},
-            r"q must be \(40, 4, 32\) for this plan",
-        ),
+        ((replace(finished, rows=None), None), {}, "rows must be"),
+        ((replace(finished, q=q[:9]), None), {"write": False}, "q must be"),
     ]
     if ratio == 4:
         other = make_selection(positions, cache, server.plan(server.batch([("r", 40)])))

@@ -146,18 +146,12 @@ def test_bad_plans() -> None:
         ({"index": None}, "plan: cache must have index rows for ratio 4."),
         ({"ratio": 0}, "plan: cache must not have compressed rows for ratio 0."),
         ({"ratio": 128}, "plan: cache must not have index rows for ratio 128."),
-        (
-            {"ratio": 8},
-            "compress ratios, 0, 4, 128, got 8.",
-        ),
+        ({"ratio": 8}, "compress ratios, 0, 4, 128, got 8."),
         (
             {"index": PagedCache(torch.zeros(16, 16, 16), "index_fp32", one)},
             "plan: index rows must have 16 blocks of 32, as the entries have, got 16 of 16.",
         ),
-        (
-            {"index": PagedCache(torch.zeros(16, 32, 16), "fp32", one)},
-            "format 'fp32' is not known for index rows",
-        ),
+        ({"index": PagedCache(torch.zeros(16, 32, 16), "fp32", one)}, "format 'fp32' is not known"),
     ):
         with pytest.raises(ConfigError) as error:
             make_plan(batch, server.layer.config, replace(cache, **changes))

@@ -26,7 +26,8 @@ from tests.ops.compress_kv_cases import (
 )
 from tests.ops.compress_kv_exact import assert_exact, exact_results
 from tests.ops.compress_kv_story import Feed, PoolCase, Story
-from tests.ops.contract import backends, run_or_skip, slow_interpreted
+from tests.ops.contract import backends, broken, run_or_skip, slow_interpreted
+from tests.ops.declared import check_declaration
 
 NARROW_128 = {**V4_128, "D": 6}
 SLOW = pytest.mark.slow_interpreted
@@ -195,20 +196,10 @@ def test_entries_of_other_ranks_are_not_written(overlap: bool, backend: str, dev
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "folded"])
-def test_opcheck_and_fullgraph(overlap: bool, device: str) -> None:
+def test_declaration(overlap: bool, device: str) -> None:
     story = Story(replace(BASE, overlap=overlap), device).play("reference", MIXED[:2])
-    inputs = story.step(MIXED[2])
-    tensors = {name: tensor.clone() for name, tensor in inputs.tensors.items()}
-    for name in ("cache", "state", "kv", "score", "table"):
-        tensors[name].nan_to_num_()  # opcheck compares values, and NaN differs from itself
-    scalars = {**inputs.scalars, "backend": "reference", "clamped": torch.tensor(5, device=device)}
-    torch.library.opcheck(torch.ops.openmla.compress_kv.default, tuple(tensors.values()), scalars)
-    compiled = torch.compile(compress_kv, fullgraph=True, backend="aot_eager")
-    other = inputs.clone()
-    inputs.run(compiled, backend="reference")
-    other.run(compress_kv, backend="reference")
-    for name in ("cache", "state"):
-        assert torch.equal(inputs[name].view(torch.uint8), other[name].view(torch.uint8))
+    inputs = broken(story.step(MIXED[2]), clamped=torch.tensor(5, device=device))
+    check_declaration(compress_kv, inputs, "kv score bias norm_weight")
 
 
 def test_cost() -> None:

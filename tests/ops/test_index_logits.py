@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from openmla.cache.format import get_format
-from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.errors import ConfigError, ShapeError
 from openmla.ops import index_logits
 from openmla.ops.index_logits import cost
 from openmla.testing import INDEX_FORMATS, Inputs, poison, poisoned_memory, start_loc, strided
 from tests.ops.contract import backends, broken, run_or_skip, slow_interpreted
+from tests.ops.declared import check_declaration
 from tests.ops.index_cases import (
     BAD_INPUT,
     BASE,
@@ -237,16 +238,8 @@ def test_offsets_beyond_int32(backend: str, device: str) -> None:
     assert torch.equal(far.run(index_logits, backend=backend), expected)
 
 
-def test_opcheck_and_fullgraph(device: str) -> None:
-    inputs = BASE.make(device)
-    op = torch.ops.openmla.index_logits.default
-    torch.library.opcheck(
-        op, tuple(inputs.tensors.values()), {**inputs.scalars, "backend": "reference"}
-    )
-    compiled = torch.compile(index_logits, fullgraph=True, backend="aot_eager")
-    assert torch.equal(
-        inputs.run(compiled, backend="reference"), inputs.run(index_logits, backend="reference")
-    )
+def test_declaration(device: str) -> None:
+    check_declaration(index_logits, BASE.make(device), "q_idx w_idx")
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_INPUT)
@@ -268,14 +261,6 @@ def test_unknown_names() -> None:
             broken(BASE.make(), format=name).run(index_logits, backend="reference")
     with pytest.raises(ConfigError, match=r"index_logits: backend 'cuda' is not known\. Known: "):
         BASE.make().run(index_logits, backend="cuda")
-
-
-@pytest.mark.parametrize("name", ["q_idx", "w_idx"])
-def test_grad_is_refused(name: str) -> None:
-    with torch.inference_mode(False):
-        inputs = broken(BASE.make(), **{name: lambda t: t.clone().requires_grad_()})
-        with pytest.raises(UnsupportedError, match=r"index_logits: .* torch\.inference_mode\(\)"):
-            inputs.run(index_logits, backend="reference")
 
 
 def test_cost() -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.errors import ConfigError, ShapeError
 from openmla.ops import index_logits, index_select, index_topk
 from openmla.ops.index_select import cost
 from openmla.testing import INDEX_FORMATS, Inputs, start_loc
 from tests.ops.contract import TRITON, backends, broken, run_or_skip
+from tests.ops.declared import check_declaration
 from tests.ops.index_cases import BAD_INPUT, BASE, CASES, FP8, IndexCase
 
 WHOLE = IndexCase("verify", (4, 1, 7), (64, 20, 7), whole=True)
@@ -97,7 +98,7 @@ def test_contract_while_scoring(case: IndexCase, backend: str, device: str) -> N
     assert torch.equal(positions, wanted) and torch.equal(lens, wanted_lens)
 
 
-def test_which_way() -> None:
+def test_fused_selection_needs_long_rows_full_waves_and_small_k() -> None:
     """Selected while scored: long rows, tokens that fill the machine with a nearly full last wave,
     and a K of which twice as many can be kept."""
     pytest.importorskip("triton")
@@ -275,19 +276,8 @@ def test_widths_share_a_graph() -> None:
     assert len(graphs) == 2
 
 
-def test_opcheck_and_fullgraph(device: str) -> None:
-    inputs = make(BASE, K=9, device=device)
-    op = torch.ops.openmla.index_select.default
-    torch.library.opcheck(
-        op, tuple(inputs.tensors.values()), {**inputs.scalars, "backend": "reference"}
-    )
-    compiled = torch.compile(index_select, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(
-        inputs.run(compiled, backend="reference"),
-        inputs.run(index_select, backend="reference"),
-        strict=True,
-    ):
-        assert torch.equal(actual, expected)
+def test_declaration(device: str) -> None:
+    check_declaration(index_select, make(BASE, K=9, device=device), "q_idx w_idx")
 
 
 @pytest.mark.parametrize(
@@ -304,14 +294,6 @@ def test_unknown_names() -> None:
         broken(make(BASE, K=9), format="bf16").run(index_select, backend="reference")
     with pytest.raises(ConfigError, match="index_select: backend 'cuda' is not known"):
         make(BASE, K=9).run(index_select, backend="cuda")
-
-
-@pytest.mark.parametrize("name", ["q_idx", "w_idx"])
-def test_grad_is_refused(name: str) -> None:
-    with torch.inference_mode(False):
-        inputs = broken(make(BASE, K=9), **{name: lambda t: t.clone().requires_grad_()})
-        with pytest.raises(UnsupportedError, match=r"index_select: .* torch\.inference_mode\(\)"):
-            inputs.run(index_select, backend="reference")
 
 
 def test_cost() -> None:

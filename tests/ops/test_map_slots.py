@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from openmla.errors import ConfigError, ShapeError
+from openmla.errors import ShapeError
 from openmla.ops import map_slots
 from openmla.ops.map_slots import cost
 from openmla.testing import GARBAGE_BLOCK, Inputs, start_loc, strided
 from tests.ops.contract import backends, broken, put, run_or_skip
+from tests.ops.declared import check_declaration
 
 BS, M, NUM_BLOCKS = 4, 6, 9
 
@@ -247,37 +247,13 @@ def test_any_layout(
     check(inputs, backend)
 
 
-def test_opcheck_and_fullgraph(device: str) -> None:
-    inputs = make(cp_size=2, compact=True, device=device)
-    op = torch.ops.openmla.map_slots.default
-    torch.library.opcheck(
-        op, tuple(inputs.tensors.values()), {**inputs.scalars, "backend": "reference"}
-    )
-    compiled = torch.compile(map_slots, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(
-        inputs.run(compiled, backend="reference"),
-        inputs.run(map_slots, backend="reference"),
-        strict=True,
-    ):
-        assert torch.equal(actual, expected)
-
-
-def _columns(tensor: Tensor) -> Tensor:
-    return tensor.T.contiguous().T
+def test_declaration(device: str) -> None:
+    check_declaration(map_slots, make(cp_size=2, compact=True, device=device), "")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"positions": lambda t: t[0]}, "positions must be [T, K], got (17,)"),
-        ({"positions": lambda t: t.long()}, "positions must be int32, got torch.int64"),
-        ({"positions": _columns}, "positions must be contiguous along its last dimension"),
-        ({"block_table": lambda t: t.long()}, "block_table must be int32, got torch.int64"),
-        ({"block_table": lambda t: t[0, 0]}, "block_table must be [B, M], got ()"),
-        ({"block_table": lambda t: t[1:]}, "query_start_loc must be [B+1] with B+1=3, got (4,)"),
-        ({"block_table": lambda t: t.to("meta")}, "block_table must be on cpu, got meta"),
-        ({"query_start_loc": lambda t: t.long()}, "query_start_loc must be int32, got torch.int64"),
-        ({"query_start_loc": lambda t: t[1:]}, "query_start_loc must be [B+1] with B+1=4, got (3,"),
         ({"query_start_loc": put((0,), 1)}, "query_start_loc must start with 0"),
         ({"query_start_loc": put((1,), 4)}, "query_start_loc must not fall"),
         ({"query_start_loc": put((3,), 8)}, "query_start_loc must end within the 7 rows of posit"),
@@ -294,11 +270,6 @@ def test_bad_input(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ShapeError) as error:
         broken(make(), **changes).run(map_slots, backend="reference")
     assert f"map_slots: {message}" in str(error.value)
-
-
-def test_unknown_backend() -> None:
-    with pytest.raises(ConfigError, match="map_slots: backend 'cuda' is not known"):
-        make().run(map_slots, backend="cuda")
 
 
 def test_defaults_are_one_rank() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.errors import ConfigError, ShapeError
 from openmla.ops import mqa_paged
 from openmla.ops.mqa_paged import cost
 from openmla.testing import Inputs, PagedCase, assert_within_budget, poisoned_memory
@@ -24,6 +24,7 @@ from tests.ops.contract import (
     run_or_skip,
     slow_interpreted,
 )
+from tests.ops.declared import check_declaration
 from tests.ops.mqa_paged_cases import V3_CASES
 
 BASE = PagedCase("decode", query_lens=(1, 1, 1), seq_lens=(33, 7, 70))
@@ -67,7 +68,7 @@ LOOPED = [case for case in CASES if max(case.seq_lens, default=0) < 500]
 @pytest.mark.parametrize("backend", backends("mqa_paged"))
 @pytest.mark.parametrize(
     "case",
-    slow_interpreted(CASES + V3_CASES, ["short-prefill", *map(str, V3_CASES[1:])]),
+    slow_interpreted(CASES + V3_CASES, ["short-prefill", "very-long", *map(str, V3_CASES[1:])]),
     ids=str,
 )
 def test_contract(case: PagedCase, backend: str, device: str) -> None:
@@ -189,19 +190,8 @@ def test_offsets_beyond_int32(backend: str, device: str) -> None:
         assert torch.equal(actual, expected)
 
 
-def test_opcheck_and_fullgraph(device: str) -> None:
-    inputs = BASE.make(device)
-    op = torch.ops.openmla.mqa_paged.default
-    torch.library.opcheck(
-        op, (*inputs.tensors.values(), None), {**inputs.scalars, "backend": "reference"}
-    )
-    compiled = torch.compile(mqa_paged, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(
-        inputs.run(compiled, backend="reference"),
-        inputs.run(mqa_paged, backend="reference"),
-        strict=True,
-    ):
-        assert torch.equal(actual, expected)
+def test_declaration(device: str) -> None:
+    check_declaration(mqa_paged, BASE.make(device), "q_latent")
 
 
 def _broken(**changes: Any) -> Inputs:
@@ -228,24 +218,7 @@ def _put(index: tuple[int, ...], value: int) -> Callable[[torch.Tensor], torch.T
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"cache": lambda t: t[:, :, :-1]},
-            "cache must be [N, BS, W] with W=40, got (12, 16, 39)",
-        ),
         ({"cache": lambda t: t.half()}, "cache must be torch.bfloat16 for format bf16, got"),
-        ({"q_latent": lambda t: t[0]}, "q_latent must be [T, H, D], got (4, 40)"),
-        (
-            {"q_latent": lambda t: t.to(torch.int32)},
-            "q_latent must be e4m3, fp16, bf16, fp32",
-        ),
-        (
-            {"q_latent": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
-            "q_latent must be contiguous along its last dimension",
-        ),
-        ({"seq_lens": lambda t: t.long()}, "seq_lens must be int32, got torch.int64"),
-        ({"seq_lens": lambda t: t[:2]}, "seq_lens must be [B] with B=3, got (2,)"),
-        ({"seq_lens": lambda t: t.to("meta")}, "seq_lens must be on cpu, got meta"),
-        ({"query_start_loc": lambda t: t[:-1]}, "query_start_loc must be [B+1] with B+1=4"),
         ({"query_start_loc": _put((0,), 1)}, "query_start_loc must start with 0"),
         ({"query_start_loc": _put((1,), 3)}, "query_start_loc must not fall"),
         ({"query_start_loc": _put((3,), 99)}, "query_start_loc must end within the 3 rows"),
@@ -285,13 +258,6 @@ def test_every_grad_mode(mode: Any) -> None:
         with mode():
             out, _ = inputs.run(mqa_paged, backend="reference")
     assert not out.requires_grad
-
-
-def test_grad_is_refused() -> None:
-    with torch.inference_mode(False):
-        inputs = _broken(q_latent=lambda t: t.clone().requires_grad_())
-        with pytest.raises(UnsupportedError, match=r"mqa_paged: .* torch\.inference_mode\(\)"):
-            inputs.run(mqa_paged, backend="reference")
 
 
 def test_cost() -> None:
@@ -380,8 +346,10 @@ def test_programs_get_equal_parts(programs: int, tokens: int, fixed: bool, devic
 
     unit, chance = 16, random.Random(programs)
     for B in (1, 2, 5, 9, 140):  # more than the lanes that look at requests together
+        longest = 900 if B < 100 else 60  # long ones of many requests take the interpreter minutes
         query_lens = [chance.choice([0, 1, 1, 4]) for _ in range(B)]
-        seq_lens = [n + chance.choice([0, 3, 100, chance.randint(0, 900)]) for n in query_lens]
+        more = [0, 3, longest // 9, longest]
+        seq_lens = [n + chance.randint(0, chance.choice(more)) for n in query_lens]
         parts = record(
             query_lens, seq_lens, programs=programs, unit=unit, tokens=tokens, fixed=fixed,
             device=device,

@@ -98,7 +98,7 @@ PIECE_COST = 0.7  # of 128 rows: loading queries and storing outputs
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("programs", [66, 132])
+@pytest.mark.parametrize("programs", [66, pytest.param(132, marks=SLOW)])
 @pytest.mark.parametrize("K", [128, 640, 2048])
 def test_programs_get_equal_pieces(K: int, programs: int, device: str) -> None:
     """Every row of every token once; no program of even tokens has more than 1.1 times the mean, or

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openmla.errors import ConfigError, ShapeError
+from openmla.errors import ShapeError
 from openmla.ops import pack_mask
 from openmla.ops.pack_mask import cost
 from openmla.testing import Inputs, strided
 from tests.ops.contract import backends, run_or_skip
+from tests.ops.declared import check_declaration
 
 # selections, key_starts, key_lens, num_words
 Case = tuple[Sequence[Sequence[int]], Sequence[int], Sequence[int], int]
@@ -140,30 +141,13 @@ def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(inputs.run(pack_mask, backend="reference"), expected)
 
 
-def test_opcheck_and_fullgraph(device: str) -> None:
-    inputs = make(CASES["later-ranges"], device)
-    op = torch.ops.openmla.pack_mask.default
-    scalars = {**inputs.scalars, "backend": "reference"}
-    torch.library.opcheck(op, tuple(inputs.tensors.values()), scalars)
-    torch.compiler.reset()
-    compiled = torch.compile(pack_mask, fullgraph=True, backend="aot_eager")
-    for name in ("later-ranges", "bit-31", "spare-words"):  # other sizes, the same function
-        inputs = make(CASES[name], device)
-        actual = inputs.run(compiled, backend="reference")
-        assert torch.equal(actual, inputs.run(pack_mask, backend="reference"))
+def test_declaration(device: str) -> None:
+    check_declaration(pack_mask, make(CASES["later-ranges"], device), "")
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("topk_positions", lambda t: t.long(), "topk_positions must be int32, got torch.int64"),
-        ("topk_positions", lambda t: t[0], "topk_positions must be [T, K], got (30,)"),
-        ("topk_positions", lambda t: t.T.contiguous().T, "topk_positions must be contiguous along"),
-        ("key_starts", lambda t: t[:2], "key_starts must be [T] with T=3, got (2,)"),
-        ("key_starts", lambda t: t.long(), "key_starts must be int32, got torch.int64"),
-        ("key_starts", lambda t: t.to("meta"), "key_starts must be on cpu, got meta"),
-        ("key_lens", lambda t: t[:, None], "key_lens must be [T], got (3, 1)"),
-        ("key_lens", lambda t: t.float(), "key_lens must be int32, got torch.float32"),
         ("key_lens", lambda t: t + 1, "key_lens must be within num_words=2 words, got 8..65"),
         ("key_lens", lambda t: t - 8, "key_lens must be within num_words=2 words, got -1..56"),
         ("num_words", lambda n: n - 1, "key_lens must be within num_words=1 words, got 7..64"),
@@ -177,11 +161,6 @@ def test_bad_input(name: str, change: Callable[[Any], Any], message: str) -> Non
     with pytest.raises(ShapeError) as error:
         inputs.run(pack_mask, backend="reference")
     assert f"pack_mask: {message}" in str(error.value)
-
-
-def test_unknown_backend() -> None:
-    with pytest.raises(ConfigError, match=r"pack_mask: backend 'cuda' is not known\. Known: auto"):
-        make(CASES["bit-31"]).run(pack_mask, backend="cuda")
 
 
 def test_cost() -> None:

@@ -16,6 +16,7 @@ from openmla.ops.project_quantize import cost
 from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, decode_output
 from openmla.testing import out_budget, strided
 from tests.ops.contract import backends, slow_interpreted
+from tests.ops.declared import check_declaration
 from tests.ops.quantized import LAYOUTS, assert_same_bytes, buffers, quantize_by_definition
 
 E4M3 = torch.float8_e4m3fn
@@ -195,7 +196,6 @@ BAD: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "NaN": ("w_scale", lambda t: t * torch.nan, "w_scale must be finite and above 0, got nan."),
     "blocks": ("w_scale", lambda t: torch.ones(2, 3, 1), "must cut 128 x 128 weights into equal b"),
     "weights": ("w_uv", lambda t: t.float(), "w_uv must be torch.bfloat16 or torch.float8_e4m3fn"),
-    "width": ("w_uv", lambda t: t[:, :100], "w_uv must be [H, C, V] with C=128, got (2, 100, 128)"),
     "rows": ("values", lambda t: t[:4], "scales must be"),
     "too far": ("first_row", lambda i: 5, "rows 5 to 9 must be within the T=9 of values."),
     "twice": ("rows", lambda r: torch.tensor([1, 2, 3, 2, -1]), "rows must name each slot once, g"),
@@ -219,27 +219,12 @@ def test_bad_input_changes_nothing(name: str) -> None:
     assert torch.equal(given["scales"].view(torch.uint8), before[1])
 
 
-def test_opcheck_and_fullgraph(device: str) -> None:
-    inputs = make(SHAPES["16 bits"], torch.float32, device)
+def test_declaration(device: str) -> None:
+    x, w, scale = make(SHAPES["16 bits"], torch.float32, device)
     out = buffers("fp8_64", 4, 256, device=device)
-    op = torch.ops.openmla.project_quantize.default
-    tests = ["test_autograd_registration", "test_faketensor"]  # others compare e4m3
-    scalars: dict[str, Any] = {"first_row": 1, "format": "fp8_64", "backend": "reference"}
-    torch.library.opcheck(
-        op, (out.values, out.scales, *inputs, None, None), scalars, test_utils=tests
-    )
-    made = buffers("fp8_64", 4, 256, device=device)
-    expected = run(buffers("fp8_64", 4, 256, device=device), inputs, "reference", first=1)
-    compiled = torch.compile(project_quantize, fullgraph=True, backend="aot_eager")
-    compiled(made.values, made.scales, *inputs, **scalars)
-    assert_same_bytes(made, expected)
-
-
-def test_grad_is_refused() -> None:
-    with torch.inference_mode(False):
-        given = arguments(out_latent=lambda t: t.clone().requires_grad_())
-        with pytest.raises(UnsupportedError, match="project_quantize: inputs must not require"):
-            project_quantize(**given, backend="reference")
+    given: dict[str, Any] = {"values": out.values, "scales": out.scales, "out_latent": x, "w_uv": w}
+    given |= {"w_scale": scale, "first_row": 1, "format": "fp8_64"}
+    check_declaration(project_quantize, given, "out_latent w_uv")
 
 
 @pytest.mark.triton

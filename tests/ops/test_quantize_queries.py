@@ -14,6 +14,7 @@ from openmla.ops import quantize_queries
 from openmla.ops.quantize_queries import cost
 from openmla.testing import strided
 from tests.ops.contract import backends
+from tests.ops.declared import check_declaration
 
 SHAPES = [(0, 3, 32, 8), (1, 1, 512, 64), (5, 3, 40, 24), (3, 17, 512, 64), (2, 2, 32, 0)]
 HARD = (0.0, -0.0, 1e-30, 448.0, 465.0, 1e30, -3e38, 2.0**-10, 17.0, -17.5)
@@ -109,14 +110,9 @@ def test_bad_input() -> None:
         quantize_queries(latent, q_pe, number)
 
 
-def test_opcheck_and_fullgraph(device: str) -> None:
-    parts = made(3, 2, 32, 8, torch.bfloat16, device)
-    torch.library.opcheck(
-        torch.ops.openmla.quantize_queries.default, (*parts, None), {"backend": "auto"}
-    )
-    compiled = torch.compile(quantize_queries, fullgraph=True, backend="eager")
-    for found, wanted in zip(compiled(*parts), quantize_queries(*parts), strict=True):
-        assert torch.equal(found.float(), wanted.float())
+def test_declaration(device: str) -> None:
+    latent, q_pe = made(3, 2, 32, 8, torch.bfloat16, device)
+    check_declaration(quantize_queries, {"latent": latent, "q_pe": q_pe}, "latent q_pe")
 
 
 def test_cost() -> None:

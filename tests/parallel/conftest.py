@@ -1,4 +1,4 @@
-"""Two ranks for all tests of this folder: starting them takes longer than most of what they do."""
+"""More ranks than the two that all tests share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.parallel.processes import Processes
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Processes]:
-    ranks = Processes(2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module", params=[3, 4, 8])

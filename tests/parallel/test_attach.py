@@ -222,12 +222,7 @@ def test_chunked_prompts_and_crops(two_ranks: Processes) -> None:
 def refused(rank: int) -> None:
     group = dist.group.WORLD
     for model, options, kind, sentence in (
-        (
-            make_v4(),
-            {"group": Ranks(group, 64)},
-            ConfigError,
-            "which keeps the tokens of an entry on one rank",
-        ),
+        (make_v4(), {"group": Ranks(group, 64)}, ConfigError, "which keeps the tokens of an entry"),
         (
             make_model("deepseek_v3"),
             {"group": Ranks(group, 3)},
@@ -268,5 +263,5 @@ def test_copies(two_ranks: Processes) -> None:
     two_ranks.run(copied)
 
 
-def test_what_is_refused(two_ranks: Processes) -> None:
+def test_attach_over_ranks_raises_for_what_it_cannot_shard(two_ranks: Processes) -> None:
     two_ranks.run(refused)

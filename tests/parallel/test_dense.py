@@ -45,7 +45,7 @@ def contexts(rank: int, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_contexts(two_ranks: Processes, format: str) -> None:
+def test_contexts_over_two_ranks_equal_one_process(two_ranks: Processes, format: str) -> None:
     two_ranks.run(contexts, format)
 
 
@@ -183,5 +183,7 @@ def any_story(rank: int, lens: list[tuple[int, int]], story: dict[str, Any], opt
         }
     ),
 )
-def test_any_step(two_ranks: Processes, lens: Any, story: Any, options: Any) -> None:
+def test_any_step_over_two_ranks_equals_one_process(
+    two_ranks: Processes, lens: Any, story: Any, options: Any
+) -> None:
     two_ranks.run(any_story, lens, story, options)

@@ -145,11 +145,7 @@ def refused(rank: int) -> None:
     out, lse = torch.zeros(3, 3, 4), torch.zeros(3, 3)
     bad: list[tuple[tuple[Any, ...], type[Exception], str]] = [
         ((out, lse, dist.group.WORLD, "own"), ShapeError, "H must be a multiple of the 2 ranks"),
-        (
-            (out, lse, dist.group.WORLD, "some"),
-            ConfigError,
-            "heads must be 'all' or 'own', got 'some'",
-        ),
+        ((out, lse, dist.group.WORLD, "some"), ConfigError, "heads must be"),
         ((out, lse.bfloat16(), dist.group.WORLD, "all"), ShapeError, "lse float32 or float64"),
         ((out, lse[:2], dist.group.WORLD, "all"), ShapeError, r"got \(3, 3, 4\) and \(2, 3\)"),
         ((out, lse, None, "all"), ConfigError, "group must be a process group"),

@@ -109,7 +109,7 @@ def own_entries(rank: int) -> None:
         assert 0 < int(written.sum()) < sum(length // 4 for length in lens.values())
 
 
-def test_who_holds_what(two_ranks: Processes) -> None:
+def test_each_rank_holds_its_own_entries(two_ranks: Processes) -> None:
     two_ranks.run(own_entries)
 
 
@@ -285,11 +285,7 @@ def refused(rank: int) -> None:
         ({"form": "expanded"}, ConfigError, "form must be auto or absorbed for deepseek_v4"),
         ({"workspace_tokens": 64}, ConfigError, "workspace_tokens must be None for"),
         ({"ranks": Ranks(group, 64)}, ConfigError, "interleave must be 1 or the block size of 128"),
-        (
-            {"cache": LayerCache()},
-            ConfigError,
-            "cache must have window rows for",
-        ),
+        ({"cache": LayerCache()}, ConfigError, "cache must have window rows for"),
         ({"cache": replace(cache, state=None)}, ConfigError, "cache must have state rows"),
         ({"batch": replace(batch, block_table=batch.block_table + 99)}, ShapeError, "must be a bl"),
         ({"batch": replace(batch, block_table=batch.block_table[:, :0])}, ShapeError, "column"),
@@ -358,7 +354,9 @@ def any_steps(
     heads=st.sampled_from(["all", "own"]),
     context=st.sampled_from(["auto", "place", "gather"]),
 )
-def test_any_steps(two_ranks: Processes, steps: Any, topk: int, heads: str, context: str) -> None:
+def test_any_v4_steps_over_two_ranks_equal_one_process(
+    two_ranks: Processes, steps: Any, topk: int, heads: str, context: str
+) -> None:
     two_ranks.run(any_steps, steps, topk, heads, context)
 
 

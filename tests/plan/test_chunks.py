@@ -47,7 +47,9 @@ def test_exhaustive_small() -> None:
     blocks=st.integers(1, 40),
     surplus=st.integers(0, 99),
 )
-def test_any_sizes(contexts: list[int], align: int, blocks: int, surplus: int) -> None:
+def test_chunks_cover_contexts_of_any_sizes(
+    contexts: list[int], align: int, blocks: int, surplus: int
+) -> None:
     check(contexts, align * blocks + surplus, align)
 
 

@@ -56,7 +56,7 @@ def chunks_of(plan: Plan) -> tuple[ScoreChunk, ...]:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_values(ratio: int) -> None:
+def test_a_v4_plan_holds_positions_slots_and_lengths(ratio: int) -> None:
     cache = make_cache(ratio)
     batch = make_batch(cache, [3, 0, 1, 5], [10, 40, 129, 5])
     plan = make_plan(batch, CONFIG, cache)

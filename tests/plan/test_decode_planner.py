@@ -193,7 +193,7 @@ def test_the_oldest_plans_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(engine.planner._plans) == 2
 
 
-def test_what_is_refused() -> None:
+def test_update_names_a_tensor_that_does_not_fit() -> None:
     engine = Engine("cpu", None)
     engine.update([9], 1, 1)
     for name, wrong in (

@@ -37,7 +37,7 @@ def test_text_is_the_lines() -> None:
     assert holds == "x\n  holds   1 MiB"
 
 
-def test_rows() -> None:
+def test_an_explanation_keeps_its_rows_when_copied() -> None:
     assert TOLD.rows == [
         (0, "absorbed", "2 requests", "cost: <8 & no more"),
         (1, "holds", "1 MiB", ""),

@@ -37,7 +37,7 @@ def planned(change: Callable[[Tensor, Tensor], object] = lambda slots, table: No
     return batch
 
 
-def test_as_the_table_has_them() -> None:
+def test_slots_that_follow_the_table_are_a_plain_prompt() -> None:
     batch = planned()
     assert batch.slot_mapping is not None
     assert checks._is_plain_prompt(batch, batch.slot_mapping, BS)

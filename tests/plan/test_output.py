@@ -34,7 +34,7 @@ def planned(output: str | None, *, config: MLAConfig = DENSE, **options: Any) ->
     return make_plan(batch, config, cache, dtype=torch.float32, output=output, **options)
 
 
-def test_what_is_refused() -> None:
+def test_unknown_or_misfit_output_formats_raise() -> None:
     with pytest.raises(ConfigError, match="output: format 'fp9' is not known"):
         planned("fp9")
     with pytest.raises(ShapeError, match=r"plan: columns must be a multiple of 128 .* got 96"):
