@@ -449,6 +449,7 @@ def test_a_corrupt_part_reaches_the_merged_row(
     out, lse = torch.zeros(H, C, device=device), torch.zeros(H, device=device)
     spec = kernels.FIXED if fixed else kernels.PARTS
     constants, num_warps, *_ = spec.fix(1, H, C, fixed=fixed, sink=False, overlapped=False)
+    grid: tuple[int, ...]
     sizes: tuple[int, ...] = ()
     if fixed:
         grid = kernels.fixed_grid(1, H, C, constants["HEADS"], constants["BLOCK_C"])

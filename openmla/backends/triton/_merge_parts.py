@@ -84,6 +84,7 @@ def prepare_merge(
     launch = (FIXED if fixed else PARTS).launch(
         T, H, C, fixed=fixed, sink=sink, overlapped=overlapped
     )
+    grid: tuple[int, ...]
     sizes: tuple[int, ...] = ()
     if fixed:
         grid = fixed_grid(T, H, C, launch.fixed["HEADS"], launch.fixed["BLOCK_C"])
