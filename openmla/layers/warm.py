@@ -140,7 +140,7 @@ def warmup(
     return workspace
 
 
-MOST_DRAFTS = 32  # new tokens of a request, with speculative decoding
+MOST_DRAFTS = 64  # new tokens of a request, with speculative decoding
 MOST_ABSORBED = 1024  # tokens of a product with fp8 or batch-invariant absorbed weights
 
 
