@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openmla.cache.blocks import BlockPool
 from openmla.cache.geometry import Geometry
+from openmla.cache.group import PoolGroup
 
 
 class Copies(NamedTuple):
@@ -28,7 +29,7 @@ class Tables(NamedTuple):
     state_slots: Tensor  # [B] i32, -1 for a request without tokens
 
 
-class CompressedPool:
+class CompressedPool(PoolGroup):
     """Assigns blocks of the three DeepSeek V4 caches: entries, recent rows, compressor states.
 
     It works like a BlockPool: a method changes all three pools, or raises and changes nothing.
@@ -57,35 +58,7 @@ class CompressedPool:
         )
         # one block per request, whatever its length
         self.states = BlockPool(geometry.num_states, sys.maxsize)
-
-    def __repr__(self) -> str:
-        names = ("entries", "window", "states")
-        held = [f"{n}: {pool._held()}" for n, pool in zip(names, self.pools, strict=True)]
-        return f"CompressedPool({'; '.join(held)}; {len(self.requests)} requests)"
-
-    @property
-    def pools(self) -> tuple[BlockPool, BlockPool, BlockPool]:
-        return self.entries, self.rows, self.states
-
-    @property
-    def num_blocks(self) -> int:
-        return self.entries.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.entries.block_size
-
-    @property
-    def num_free(self) -> int:
-        return self.entries.num_free
-
-    @property
-    def requests(self) -> tuple[Hashable, ...]:
-        return self.entries.requests
-
-    def seq_len(self, request: Hashable) -> int:
-        """Return the number of tokens of a request; 0 for one that is not in the pool."""
-        return self.entries.seq_len(request)
+        super().__init__({"entries": self.entries, "window": self.rows, "states": self.states})
 
     def take(self, wanted: Mapping[Any, int]) -> Copies:
         """Append wanted[request] tokens to each request, for all of them or for none.
@@ -96,30 +69,7 @@ class CompressedPool:
         Raises:
             CacheFullError: one of the three pools does not have enough free blocks.
         """
-        for pool in self.pools:
-            pool.check(wanted)
-        return Copies(*(pool.take(wanted) for pool in self.pools))
-
-    def free(self, request: Hashable) -> None:
-        """Remove a request from the pool; blocks that no other request shares become free."""
-        for pool in self.pools:
-            pool.free(request)
-
-    def truncate(self, request: Hashable, num_tokens: int) -> None:
-        """Keep the first num_tokens tokens: 0, or at most `rollback` fewer than there were."""
-        self.check_truncate(request, num_tokens)
-        for pool in self.pools:
-            pool.truncate(request, num_tokens)
-
-    def check_truncate(self, request: Hashable, num_tokens: int) -> None:
-        """Raise the error that truncate() would raise, without changing anything."""
-        for pool in self.pools:
-            pool.check_truncate(request, num_tokens)
-
-    def share(self, source: Hashable, target: Hashable, num_tokens: int | None = None) -> None:
-        """Start request `target` with the first tokens of `source`; nothing is copied."""
-        for pool in (self.rows, self.entries, self.states):  # the first one raises
-            pool.share(source, target, num_tokens)
+        return Copies(*super().take(wanted))
 
     def tables(self, requests: Sequence[Hashable], *, window_columns: int = 0) -> Tables:
         """Build the tables of some requests, for Batch.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from openmla.cache.format import get_format, state_rows, state_width
+from openmla.cache.group import ring_blocks
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError
 
@@ -65,13 +66,13 @@ class Geometry:
             )
         assert max_requests is not None and max_tokens is not None
         window = config.compressor.window
-        # n consecutive positions span up to n / BS + 2 blocks
-        most = max_requests * (window + rollback - 1) + max_tokens
         return cls(
             num_blocks=num_blocks,
             block_size=block_size,
             window=window,
-            window_blocks=most // window_block_size + 2 * max_requests,
+            window_blocks=ring_blocks(
+                window, rollback, max_requests, max_tokens, window_block_size
+            ),
             window_block_size=window_block_size,
             num_states=max_requests,
             rollback=rollback,

@@ -237,6 +237,10 @@ class LayerCache:
             if part is not None:
                 part.copy_blocks(wanted)
 
+    def reading(self, source: LayerCache) -> LayerCache:
+        """Return this cache with the latent rows of another layer, for a layer without its own."""
+        return replace(self, latent=source.latent)
+
     def grown(self, num_blocks: int, window_blocks: int = 0, num_states: int = 0) -> LayerCache:
         """Return a copy whose parts have at least these numbers of blocks, with the same rows."""
         wanted = {
@@ -260,17 +264,18 @@ class LayerCache:
 
 def latent_formats(config: MLAConfig) -> tuple[str, ...]:
     """Return the names of the formats that suit a model's rows."""
-    C, D, R = config.kv_lora_rank, config.latent_dim, config.qk_rope_head_dim
-    v4 = config.compressor is not None
 
-    def fits(layout: CacheFormat) -> bool:
+    def fits(layout: CacheFormat, kind: MLAConfig) -> bool:
+        C, D, R = kind.kv_lora_rank, kind.latent_dim, kind.qk_rope_head_dim
+        v4 = kind.compressor is not None
         if isinstance(layout, PackedV4):
             return v4 and D > V4_ROPE >= R and D % V4_GROUP == 0
         if isinstance(layout, PackedLatent):
             return not v4 and C % GROUP == 0 and R < GROUP
         return layout.holds == "latent"
 
-    return tuple(name for name, layout in FORMATS.items() if fits(layout))
+    kinds = config.every_kind
+    return tuple(n for n, layout in FORMATS.items() if all(fits(layout, kind) for kind in kinds))
 
 
 def check_formats(config: MLAConfig, format: str, index_format: str) -> None:
@@ -318,8 +323,10 @@ def allocate_cache(
         kv_scale: scale(s) of format "fp8", which values are divided by. A float, or the LayerScales
             of calibrate(), which scale k_pe apart from the latent.
         index_format: format of the indexer keys of a sparse model.
-        layer: number of the layer. Sparse layers that share the selection of an earlier layer keep
-            no indexer keys. DeepSeek V4's layers keep the caches of their compress ratio.
+        layer: number of the layer. It decides the width of rows if layers are of several kinds.
+            Sparse layers that share the selection of an earlier layer keep no indexer keys.
+            Layers that read the rows of an earlier layer keep none: see LayerCache.reading().
+            DeepSeek V4's layers keep the caches of their compress ratio.
         max_requests: DeepSeek V4 only: requests at a time. Sizes the buffer of recent rows, whose
             blocks are recycled, and the compressor states, one per request.
         max_tokens: DeepSeek V4 only: tokens in a step.
@@ -344,6 +351,7 @@ def allocate_cache(
     """
     layout = get_format(format, "latent")
     check_layer_number(layer)
+    config = config.layer(layer)
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"cache: {name} must be a positive integer, got {value!r}.")
@@ -367,11 +375,12 @@ def allocate_cache(
     def pages(name: str, D: int, scales: LayerScales) -> PagedCache:
         return _new_cache(name, num_blocks, block_size, D, scales, torch.device(device))
 
-    indexer = config.indexer
-    latent = pages(format, config.latent_dim, scales)
-    if indexer is None or indexer.is_shared(layer):
-        return LayerCache(latent=latent)
-    return LayerCache(latent=latent, index=pages(index_format, indexer.head_dim, UNSCALED))
+    indexer, latent, index = config.indexer, None, None
+    if config.kv_source(layer) == layer:
+        latent = pages(format, config.latent_dim, scales)
+    if indexer is not None and not indexer.is_shared(layer):
+        index = pages(index_format, indexer.head_dim, UNSCALED)
+    return LayerCache(latent=latent, index=index)
 
 
 UNSCALED = LayerScales(1.0, 1.0)

@@ -225,6 +225,11 @@ def _read_folder(name: str, *, counted: bool) -> tuple[MLAConfig, Weights | None
     if is_hub_id(name):
         folder = fetched(name, weights=False)
     config = read_config(folder, rotated=True)  # read as if rotated by the model, for any RoPE type
+    if config.kinds:
+        raise UnsupportedError(
+            f"size: {config.model_type} is not supported, because its layers differ in size. "
+            "Attach the model and print openmla.attachment_of(model).memory()."
+        )
     if not counted:
         return config, None
     if any((folder / file).exists() for file in (SINGLE, INDEX)):

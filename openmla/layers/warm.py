@@ -97,6 +97,7 @@ def warmup(
     """
     check_backend_choice("warmup", backend)
     check_kind("warmup", "config", config, MLAConfig)
+    config.check_one_kind("warmup")
     check_kind("warmup", "cache", cache, LayerCache)
     if output is not None:
         check_planned_output(config, output)
@@ -207,9 +208,11 @@ def step_sweeps(
         # first; indexers batch the tokens of a request.
         for B, length in product((1, max_requests), (longest, far)):
             yield Sweep(partial(several, requests=B, length=length), sizes_up_to(max_tokens))
-    for form in ("auto", "expanded"):  # as in plans
-        for context in (0, BS, longest):
-            yield Sweep(partial(prompt, context=context, form=form), tokens)
+    within = min(longest, config.window or longest)  # what may be expanded
+    for context in (0, BS, longest):  # as in plans
+        yield Sweep(partial(prompt, context=context, form="auto"), tokens)
+        some = sizes_up_to(min(tokens[-1], within))
+        yield Sweep(partial(prompt, context=context, form="expanded", reach=within), some)
 
 
 def run_steps(

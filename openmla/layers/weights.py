@@ -57,6 +57,7 @@ def absorb(
         ShapeError: the weight does not have the shape of the config.
     """
     check_kind("weights", "kv_b_proj's weight", weight, Tensor)
+    config.check_one_kind("weights")
     H, P, V, C = config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
     if weight.shape != (H * (P + V), C):
         raise ShapeError(

@@ -35,8 +35,9 @@ class Batch:
         query_lens: B numbers of new tokens: a list, a numpy array or a CPU tensor. 0 is allowed and
             costs nothing.
         seq_lens: B lengths of the requests, including the new tokens.
-        block_table: [B, M] int32 blocks of each request. For DeepSeek V4, blocks of entries and
-            indexer keys, one column per block_size tokens.
+        block_table: [B, M] int32 blocks of each request. For layers with a window, a row may be a
+            ring buffer, as in window_table. For DeepSeek V4, blocks of entries and indexer keys,
+            one column per block_size tokens.
         slot_mapping: [T] int64 slots of the new tokens; -1 is not written. None for DeepSeek V4.
         device_seq_lens: [B] int32 lengths on the device, for callers that do not know them on the
             host. `seq_lens` are then upper bounds.

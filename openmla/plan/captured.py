@@ -30,6 +30,8 @@ from openmla.plan.groups import (
     row_lens,
     select_parts,
     select_roles,
+    window_group,
+    window_roles,
 )
 from openmla.plan.problems import latent_of
 from openmla.plan.rows import rope_offsets
@@ -95,6 +97,7 @@ def plan_buffers(
     assert plan.num_tokens == 4  # the step, and 3 tokens of padding
     ```
     """
+    config.check_one_kind("plan_buffers")
     sizes = {"max_requests": max_requests, "max_blocks": max_blocks, "max_tokens": max_tokens}
     for name, size in sizes.items():
         if as_integer(size) is None or size < 1:
@@ -124,10 +127,12 @@ def plan_buffers(
     else:
         rows = latent_of(cache)
         if config.indexer is not None:
-            shapes |= dict.fromkeys(("row_lens", "topk_lens", "positions"), (max_tokens,))
+            shapes |= dict.fromkeys(("row_lens", "topk_lens"), (max_tokens,))
             chunks = _even_score_chunks(config, cache, max_tokens, max_blocks)
-            most = len(query_chunks(max_tokens, config, itemsize=8))  # enough for any dtype
             shapes |= _each("score_start_locs", len(chunks), (max_requests + 1,))
+        if config.indexer is not None or config.window:
+            shapes["positions"] = (max_tokens,)
+            most = len(query_chunks(max_tokens, config, itemsize=8))  # enough for any dtype
             shapes |= _each("query_chunk_start_locs", most, (max_requests + 1,))
         else:
             shapes["query_start_loc"] = (max_requests + 1,)
@@ -296,13 +301,17 @@ def captured_parts(
     check_fit(batch, buffers)
     requests, everyone = range(len(batch.query_lens)), slice(0, max_tokens)
     select = None
-    if config.indexer is None:
+    if config.window:
+        _check_columns(batch, buffers, latent.block_size)
+        cuts = query_chunks(max_tokens, config, dtype.itemsize)
+        values = window_roles(batch, requests, cuts)
+        check_roles(values, buffers)
+        group: Group | None = window_group(buffers, everyone, config.window, cuts, requests)
+    elif config.indexer is None:
         values = absorbed_roles(batch, requests)
         check_roles(values, buffers)
         longest = max_tokens // max_requests
-        group: Group | None = absorbed_group(
-            buffers, everyone, longest, requests, causal=batch.causal
-        )
+        group = absorbed_group(buffers, everyone, longest, requests, causal=batch.causal)
     else:  # every row selects, short ones all they have: one graph for all lengths
         chunks = captured_score_chunks(config, cache, buffers)
         cuts = query_chunks(max_tokens, wide, dtype.itemsize)
@@ -354,6 +363,17 @@ def check_ring(batch: Batch, cache: LayerCache, buffers: Buffers) -> None:
             f"pool.tables(requests, window_columns={rings})."
         )
     check_fit(batch, buffers)
+
+
+def _check_columns(batch: Batch, buffers: Buffers, BS: int) -> None:
+    """Check that block tables whose rows are rings have as many columns as their buffer: the block
+    of a position depends on it."""
+    rings, columns = buffers["block_table"].shape[1], batch.block_table.shape[1]
+    if columns != rings and max(batch.read_lens, default=0) > columns * BS:
+        raise ConfigError(
+            f"plan: block_table must have {rings} columns like the buffers, got {columns}. Call "
+            f"pool.block_table(requests, num_columns={rings})."
+        )
 
 
 def check_fit_tokens(batch: Batch, buffers: Buffers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,14 +15,16 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError, check_kind
 from openmla.hardware import capability
 from openmla.ops._queries import EIGHT_BITS, check_chip
-from openmla.ops._values import check_block_table, check_slots
+from openmla.ops._values import check_block_table, check_slots, within
 from openmla.outputs import check_width, get_output_format
 from openmla.plan.batch import Batch
 from openmla.plan.places import last_blocks, last_slots
+from openmla.plan.rows import integers
 from openmla.plan.types import Call
 from openmla.plan.workspace import Workspace
 from openmla.ranks import Ranks
 
+MANY = 16  # requests from which torch operations are faster than a Python loop
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -32,6 +35,8 @@ def check_kinds(
     """Check the types of make_plan()'s arguments; `given` are the values of its PlanOptions."""
     check_kind("plan", "batch", batch, Batch)
     check_kind("plan", "config", config, MLAConfig)
+    assert isinstance(config, MLAConfig)
+    config.check_one_kind("plan")
     check_kind("plan", "compiled", given[5], bool)
     check_kind("plan", "batch_invariant", given[4], bool)
     if workspace is not None:
@@ -92,6 +97,15 @@ def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: 
         raise ConfigError(
             f"plan: index rows must have {latent.num_blocks} blocks of {latent.block_size}, as the "
             f"latent rows have, got {index.num_blocks} of {index.block_size}."
+        )
+
+
+def check_window(batch: Batch, config: MLAConfig) -> None:
+    """A window ends at a token's own key, which a part of the keys does not tell."""
+    if config.window and not batch.causal:
+        raise ConfigError(
+            f"plan: batch must be the whole step for layers with a window of {config.window} "
+            "tokens, got causal=False."
         )
 
 
@@ -208,15 +222,18 @@ def check_room_for_keys(
         )
 
 
-def check_batch(batch: Batch, latent: PagedCache, ranks: int = 1) -> None:
+def check_batch(batch: Batch, latent: PagedCache, ranks: int = 1, window: int = 0) -> None:
     """Check the values of host tensors; tensors that are on the device already are trusted. In a
-    cache over `ranks`, a block holds that many times its tokens."""
+    cache over `ranks`, a block holds that many times its tokens. With a `window`, rows of the block
+    table may be rings."""
     table, slots = batch.block_table, batch.slot_mapping
     if slots is None:
         raise ShapeError("batch: slot_mapping is missing. Only V4 plans without it.")
     check_devices(batch, ("block_table", "slot_mapping", "device_seq_lens"), latent.data.device)
     N, BS = latent.num_blocks, latent.block_size * ranks
-    if table.is_cpu:
+    if window:
+        check_ring_rows("block_table", batch, table, window, latent)
+    elif table.is_cpu:
         check_block_table("batch", table, None, batch.read_lens, N, BS)
     check_device_lens(batch)
     if slots.is_cpu:
@@ -228,6 +245,66 @@ def check_batch(batch: Batch, latent: PagedCache, ranks: int = 1) -> None:
             _check_padding(batch, values)
         if table.is_cpu:
             _check_agreement(batch, values, BS)
+
+
+def check_ring_rows(name: str, batch: Batch, table: Tensor, span: int, window: PagedCache) -> None:
+    """Check that rings hold the step's tokens and the window before them, in existing blocks.
+    `name`: of the table in the batch."""
+    BS, N = window.block_size, window.num_blocks
+    capacity = table.shape[1] * BS
+    if _is_plain_ring(batch, table, span, BS, N):
+        return
+    lens = list(zip(batch.query_lens, batch.seq_lens, strict=True))
+    needs = [min(S, n + span - 1) if n else 0 for n, S in lens]
+    for b, needed in enumerate(needs if max(needs, default=0) > capacity else ()):
+        if needed > capacity:
+            n = batch.query_lens[b]
+            raise ShapeError(
+                f"batch: {name} must have room for the {needed} rows that request {b} "
+                f"needs in this step ({n} new ones), got {table.shape[1]} blocks of {BS}. "
+                "Give the step fewer tokens, or the table more columns."
+            )
+    bounded = batch.bounded
+    if table.device.type != "cpu" or len(bounded) == len(batch.seq_lens):
+        return
+    if bounded:
+        needs = [0 if b in bounded else needed for b, needed in enumerate(needs)]
+    blocks = last_blocks(table, needs, batch.seq_lens, BS)
+    if not blocks or (min(blocks) >= 0 and max(blocks) < N):
+        return
+    read = [
+        (b, column % table.shape[1])
+        for b, (needed, S) in enumerate(zip(needs, batch.seq_lens, strict=True))
+        for column in range((S - needed) // BS, -(-S // BS))
+        if needed
+    ]
+    (b, column), block = next(
+        found for found in zip(read, blocks, strict=True) if not 0 <= found[1] < N
+    )
+    raise ShapeError(
+        f"batch: {name}[{b}, {column}] must be a block of the cache (0..{N - 1}), got {block}."
+    )
+
+
+def _is_plain_ring(batch: Batch, table: Tensor, span: int, BS: int, N: int) -> bool:
+    """Whether many requests with the same number of tokens have all blocks that their rings are
+    read from. One position of each block is looked up, without a loop over requests."""
+    lens = batch.seq_lens
+    if len(lens) < MANY or len(set(batch.query_lens)) > 1 or batch.bounded or not table.is_cpu:
+        return False
+    needed = batch.query_lens[0] + span - 1
+    if batch.query_lens[0] == 0 or needed > table.shape[1] * BS:
+        return False
+    positions = integers(lens, torch.int64)[:, None] + _back(needed, BS)
+    if min(lens) < needed:
+        positions.clamp_(min=0)
+    return within(table.gather(1, positions // BS % table.shape[1]), N)
+
+
+@lru_cache(maxsize=64)
+def _back(needed: int, BS: int) -> Tensor:
+    """[n] i64, counted from a request's end: a position in each block of its last `needed` rows."""
+    return integers([*range(-needed, -1, BS), -1], torch.int64)
 
 
 def check_devices(batch: Batch, names: Sequence[str], device: torch.device) -> None:

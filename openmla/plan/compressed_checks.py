@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
-from torch import Tensor
-
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format, state_rows, state_width
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError
-from openmla.ops._values import check_block_table, check_slots, within
+from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
-from openmla.plan.checks import check_device_lens, check_devices
-from openmla.plan.places import last_blocks, last_slots
-from openmla.plan.rows import integers
+from openmla.plan.checks import check_device_lens, check_devices, check_ring_rows
+from openmla.plan.places import last_slots
 from openmla.plan.types import Plan
 from openmla.plan.workspace import Workspace
 
 TENSORS = ("block_table", "window_table", "state_slots", "device_seq_lens")  # of a batch
-MANY = 16  # requests from which torch operations are faster than a Python loop
 
 
 def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
@@ -144,7 +137,9 @@ def check_compressed_batch(
     check_devices(batch, TENSORS, window.data.device)
     if not again:
         check_device_lens(batch)
-        _check_window(batch, config, window)
+        assert config.compressor is not None and batch.window_table is not None
+        span = config.compressor.window
+        check_ring_rows("window_table", batch, batch.window_table, span, window)
     if cache.compressed is None or cache.state is None:
         return
     if batch.block_table.device.type == "cpu":
@@ -174,68 +169,6 @@ def _check_entries(batch: Batch, finished: list[int], ratio: int, N: int, BS: in
     if any(counts):
         slots = last_slots(batch.block_table, counts, finished, BS)
         check_slots("batch", slots, N * BS, "entries of block_table")
-
-
-def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
-    """Check that rings hold the step's tokens and the window before them, in existing blocks."""
-    assert config.compressor is not None and batch.window_table is not None
-    span, BS, N = config.compressor.window, window.block_size, window.num_blocks
-    table = batch.window_table
-    capacity = table.shape[1] * BS
-    if _is_plain_ring(batch, span, BS, N):
-        return
-    needs = [min(S, n + span - 1) if n else 0 for n, S in _lens(batch)]
-    for b, needed in enumerate(needs if max(needs, default=0) > capacity else ()):
-        if needed > capacity:
-            n = batch.query_lens[b]
-            raise ShapeError(
-                f"batch: window_table must have room for the {needed} rows that request {b} "
-                f"needs in this step ({n} new ones), got {table.shape[1]} blocks of {BS}. "
-                "Give the step fewer tokens, or the table more columns."
-            )
-    bounded = batch.bounded
-    if table.device.type != "cpu" or len(bounded) == len(batch.seq_lens):
-        return
-    if bounded:
-        needs = [0 if b in bounded else needed for b, needed in enumerate(needs)]
-    blocks = last_blocks(table, needs, batch.seq_lens, BS)
-    if not blocks or (min(blocks) >= 0 and max(blocks) < N):
-        return
-    read = [
-        (b, column % table.shape[1])
-        for b, (needed, S) in enumerate(zip(needs, batch.seq_lens, strict=True))
-        for column in range((S - needed) // BS, -(-S // BS))
-        if needed
-    ]
-    (b, column), block = next(
-        found for found in zip(read, blocks, strict=True) if not 0 <= found[1] < N
-    )
-    raise ShapeError(
-        f"batch: window_table[{b}, {column}] must be a block of the cache (0..{N - 1}), "
-        f"got {block}."
-    )
-
-
-def _is_plain_ring(batch: Batch, span: int, BS: int, N: int) -> bool:
-    """Whether many requests with the same number of tokens have all blocks that their rings are
-    read from. One position of each block is looked up, without a loop over requests."""
-    table, lens = batch.window_table, batch.seq_lens
-    assert table is not None
-    if len(lens) < MANY or len(set(batch.query_lens)) > 1 or batch.bounded or not table.is_cpu:
-        return False
-    needed = batch.query_lens[0] + span - 1
-    if batch.query_lens[0] == 0 or needed > table.shape[1] * BS:
-        return False
-    positions = integers(lens, torch.int64)[:, None] + _back(needed, BS)
-    if min(lens) < needed:
-        positions.clamp_(min=0)
-    return within(table.gather(1, positions // BS % table.shape[1]), N)
-
-
-@lru_cache(maxsize=64)
-def _back(needed: int, BS: int) -> Tensor:
-    """[n] i64, counted from a request's end: a position in each block of its last `needed` rows."""
-    return integers([*range(-needed, -1, BS), -1], torch.int64)
 
 
 def _lens(batch: Batch) -> list[tuple[int, int]]:

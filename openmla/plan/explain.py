@@ -90,7 +90,7 @@ def _eight_bits(plan: Plan) -> Line:
 def _output(plan: Plan, output: str) -> Line:
     """Which op writes the outputs of each form."""
     parts = [f"{group.form} by {group.end}" for group in plan.groups if len(group.requests)]
-    gated = ", after the gate" if plan.config.head_gate else ""
+    gated = ", after the gate" if plan.config.output_gate else ""
     return Line("output", f"{output}: {', '.join(parts) or 'no tokens'}{gated}")
 
 
@@ -102,6 +102,10 @@ def _dense(plan: Plan, group: Group) -> Line:
         what = f"{counted(count, 'request')}, {counted(num_rows(group.rows), 'token')}"
         what += ", each rank over its own keys"
         return Line(group.form, f"{what}, {_merged(group.across)}", _why(plan, group))
+    if isinstance(part, Absorbed) and plan.config.window:
+        what = f"{counted(count, 'request')}, {counted(num_rows(group.rows), 'token')}, each over "
+        what += f"its last {counted(plan.config.window, 'key')}, in "
+        return Line("absorbed", what + counted(len(part.cuts), "chunk"), _why(plan, group))
     if isinstance(part, Absorbed):
         what = f"{counted(count, 'request')}, {_most(part.max_query_len)}{_few_keys(plan)}"
         return Line("absorbed", what, _why(plan, group))
@@ -265,6 +269,8 @@ def _forced(plan: Plan, group: Group) -> str:
     if plan.options.form != "auto":
         return f"asked for: form={plan.options.form!r}"
     asking = {b for b in group.requests if plan.query_lens[b]}
+    if any(0 < plan.config.window < plan.seq_lens[b] for b in asking):
+        return "the only form over a window: expanded keys are attended to from the first one"
     if asking and asking <= plan.bounded:
         return "the lengths are known only to the device, which leaves no other form"
     return ""
@@ -412,6 +418,9 @@ def _reads(plan: Plan) -> list[Line]:
     for group in plan.groups:
         if isinstance(group.part, Expanded):
             rows[group.form] = sum(chunk.num_keys for chunk in group.part.chunks)
+        elif config.window:
+            counts = [(query_lens[b], seq_lens[b]) for b in group.requests]
+            rows[group.form] = sum(min(S - i, config.window) for n, S in counts for i in range(n))
         elif group.form == "absorbed":
             lens = [seq_lens[b] for b in group.requests if query_lens[b]]
             if plan.ranks is not None:

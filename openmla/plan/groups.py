@@ -63,6 +63,31 @@ def absorbed_group(
     return Group("absorbed", rows, part, requests=requests)
 
 
+def window_roles(batch: Batch, requests: Sequence[int], cuts: Sequence[slice]) -> Roles:
+    """Tensors of requests whose tokens attend to their last keys."""
+    query_lens = some(batch.query_lens, requests)
+    lens = row_lens(query_lens, some(batch.seq_lens, requests))
+    start = start_locs(cumulative(query_lens), cuts, lens.shape[0])
+    return {
+        "block_table": pick(batch.block_table, requests),
+        "positions": true_row_lens(batch, requests, lens).long() - 1,
+        **numbered("query_chunk_start_locs", start),
+    }
+
+
+def window_group(
+    roles: Roles, rows: Rows, window: int, cuts: tuple[slice, ...], requests: Sequence[int]
+) -> Group:
+    keys = Keys("latent", "window", roles["block_table"], span=window)
+    return Group("absorbed", rows, _over_cuts(keys, roles, cuts), requests=requests)
+
+
+def _over_cuts(keys: Keys, roles: Roles, cuts: tuple[slice, ...]) -> Absorbed:
+    """Tokens by position, in calls of bounded size."""
+    start = listed(roles, "query_chunk_start_locs", len(cuts))
+    return Absorbed((keys,), 0, start, cuts, roles["positions"])
+
+
 def select_roles(
     batch: Batch,
     K: int,
@@ -102,13 +127,7 @@ def select_parts(
     select = _select(roles, rows, num_rows, chunks, query_bytes)
     if not num_absorbed:
         return select, None
-    part = Absorbed(
-        (Keys("latent", "listed", roles["block_table"]),),
-        0,
-        listed(roles, "query_chunk_start_locs", len(cuts)),
-        cuts,
-        roles["positions"],
-    )
+    part = _over_cuts(Keys("latent", "listed", roles["block_table"]), roles, cuts)
     group = Group("chosen", chosen_rows, part, slice(0, num_absorbed), requests=requests)
     return select, group
 

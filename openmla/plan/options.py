@@ -111,6 +111,12 @@ REFUSALS = (
         ),
     ),
     Refusal(
+        "ranks",
+        "ranks for layers with a window",
+        lambda asked: asked.over_ranks and asked.config.window > 0,
+        lambda asked: f"must be None for layers with a window of {asked.config.window} tokens.",
+    ),
+    Refusal(
         "context",
         "context='gather' with into=, over ranks",
         lambda asked: asked.captured and asked.options.context == "gather",

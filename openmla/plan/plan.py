@@ -43,6 +43,7 @@ from openmla.plan.checks import (
     check_ranks,
     check_room_for_keys,
     check_wide_queries,
+    check_window,
     check_workspace,
 )
 from openmla.plan.compressed import plan_compressed
@@ -63,6 +64,8 @@ from openmla.plan.groups import (
     row_lens,
     select_parts,
     select_roles,
+    window_group,
+    window_roles,
 )
 from openmla.plan.options import Combination, PlanOptions, check_combination, frozen
 from openmla.plan.problems import Choice, cache_kind, choose, latent_of, needs_of
@@ -241,7 +244,8 @@ def _make(
             )  # fmt: skip
     else:
         check_cache(config, cache, rows, options.form)
-        check_batch(batch, rows, size)
+        check_batch(batch, rows, size, config.window)
+        check_window(batch, config)
         check_wide_queries("plan", options.query_dtype, dtype)
         if options.prefill_dtype is not None:
             check_eight_bit_products("plan", device, dtype)
@@ -368,15 +372,21 @@ def _plan_latent(
     at_once = _rows_at_once(batch, config, latent, workspace, options, routes)
     absorbed, expanded = routes["absorbed"], routes["expanded"]
     chosen, masked = routes.get("chosen", ()), routes.get("masked", ())
-    cuts: dict[str, Any] = {"quantized": options.output is not None, "fixed": fixed}
+    ends: dict[str, Any] = {"quantized": options.output is not None, "fixed": fixed}
     groups, select, slots = [], None, batch.slot_mapping
     if absorbed or not (expanded or chosen or masked):
         if ranks is not None:
             groups.append(absorbed_across(batch, absorbed, starts, ranks.shard))
         else:
-            longest = max(some(batch.query_lens, absorbed), default=0)
-            rows, roles = pick_rows(absorbed, starts), absorbed_roles(batch, absorbed)
-            groups.append(absorbed_group(roles, rows, longest, absorbed, causal=batch.causal))
+            rows, query_lens = pick_rows(absorbed, starts), some(batch.query_lens, absorbed)
+            if config.window:
+                cuts = query_chunks(sum(query_lens), config, dtype.itemsize)
+                roles = window_roles(batch, absorbed, cuts)
+                group = window_group(roles, rows, config.window, cuts, absorbed)
+            else:
+                roles, longest = absorbed_roles(batch, absorbed), max(query_lens, default=0)
+                group = absorbed_group(roles, rows, longest, absorbed, causal=batch.causal)
+            groups.append(group)
     if expanded and ranks is not None:
         group = _expand_over_ranks(
             batch, config, latent, options, workspace, ranks, expanded, starts
@@ -384,7 +394,7 @@ def _plan_latent(
         groups.append(group)
     elif expanded:
         apart = options.prefill_dtype is not None and latent.format == "fp8"
-        groups.append(expanded_group(batch, expanded, starts, BS, at_once, apart=apart, **cuts))
+        groups.append(expanded_group(batch, expanded, starts, BS, at_once, apart=apart, **ends))
     if chosen or masked:
         if ranks is None:
             select, own = plan_select(batch, config, cache, options, chosen, masked, starts)

@@ -68,6 +68,13 @@ def _find_absorbed(
         )
     if form == "auto" and max(batch.query_lens, default=0) <= 1:  # decode, at every step
         return [True] * len(batch.query_lens)
+    # keys before the window would have to be masked while they are attended to
+    beyond = [0 < config.window < S for S in batch.seq_lens]
+    if form == "expanded" and any(beyond):
+        raise ConfigError(
+            f"plan: form must not be 'expanded' for requests longer than the window of "
+            f"{config.window} tokens, got {max(batch.seq_lens)} tokens. Use form='auto'."
+        )
     if form != "auto":
         return [form != "expanded" or n == 0 for n in batch.query_lens]
     if len(bounded) == len(batch.query_lens):
@@ -81,9 +88,8 @@ def _find_absorbed(
         device=latent.data.device.type,
         run_length=run_length,
     )
-    if not bounded:
-        return cheaper
-    return [b in bounded or absorbed for b, absorbed in enumerate(cheaper)]
+    forced = bounded | {b for b, longer in enumerate(beyond) if longer}
+    return [b in forced or absorbed for b, absorbed in enumerate(cheaper)] if forced else cheaper
 
 
 def choosing_requests(batch: Batch, config: MLAConfig, *, everyone: bool = False) -> set[int]:

@@ -75,6 +75,21 @@ def test_generate_with_a_wrapper_and_another_rope(
         assert "6 of 6 tokens the same" in capsys.readouterr().out
 
 
+def test_generate_with_layers_of_two_kinds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.integrations.models import make_dots3
+
+    with torch.no_grad():
+        make_dots3(vocab_size=256).save_pretrained(tmp_path)
+    arguments = ["generate", "--model", str(tmp_path), "--prompt", "longer than the window"]
+    assert main([*arguments, "--max-new-tokens", "6", "--compare"]) == 0
+    out = capsys.readouterr().out
+    assert "6 of 6 tokens the same" in out and "3 layers of kind 1: 2, 3, 4" in out
+    assert main(["size", "--model", str(tmp_path), "--gpu", "H200"]) == 2
+    assert "dots3_note_text is not supported, because its layers differ" in capsys.readouterr().err
+
+
 def test_generate_in_v4s_own_format(
     tiny: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

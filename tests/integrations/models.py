@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.config.checkpoints import CHECKPOINTS
+from tests.config.checkpoints import CHECKPOINTS, DOTS3_TINY, MISTRAL_LARGE4_TINY
 from tests.layers.families import FAMILIES as ATTENTION
 
 VOCAB = 97
@@ -123,6 +123,20 @@ _V4: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_DOTS3_OUTSIDE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_experts_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 _PIXTRAL: dict[str, Any] = {
     "model_type": "pixtral",
     "hidden_size": 16,
@@ -192,6 +206,57 @@ def make_v4(seed: int = 0, **changes: Any) -> Any:
             parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
         elif name.endswith("sinks"):
             parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def make_dots3(seed: int = 0, **changes: Any) -> Any:
+    """Indexed and sliding layers in which every number differs; norms are random too."""
+    import pytest
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if "dots3_note_text" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no dots3_note_text")
+    fields = {name: value for name, value in DOTS3_TINY.items() if name != "model_type"}
+    config = CONFIG_MAPPING["dots3_note_text"](**{**fields, **_DOTS3_OUTSIDE, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() > 1:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(0.2 * noise)
+    return model
+
+
+def make_mistral_large4(seed: int = 0, **changes: Any) -> Any:
+    """Layers with and without RoPE; norms, query scales and RoPE factors are random too."""
+    import pytest
+    from transformers import CONFIG_MAPPING
+
+    text = CONFIG_MAPPING["mistral_large4_text"] if "mistral_large4" in CONFIG_MAPPING else None
+    if not hasattr(text, "kv_sharing_modes"):
+        pytest.skip("mistral_large4 needs transformers 5.23")
+    from transformers import MistralLarge4Config, MistralLarge4ForConditionalGeneration
+
+    config = MistralLarge4Config(
+        text_config={**MISTRAL_LARGE4_TINY, **OUTSIDE, **changes},
+        vision_config=_PIXTRAL,
+        image_token_index=90,
+    )
+    torch.manual_seed(seed)
+    model = MistralLarge4ForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() > 1:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        elif "softmax_scaling" in name:  # 0 and 1 as they are made
+            parameter.copy_(0.3 * torch.rand_like(parameter) + (1 if "bias" in name else 0))
+        else:
+            parameter.add_(0.2 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("rotary_emb.alpha"):
+            buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 

@@ -22,6 +22,7 @@ COMPRESSED = replace(POSITIONS, ratio=4, BS=4)
 SINKS = (-torch.inf, 0.0, 40.0, torch.inf, -3.0)
 SHORT: Any = {"query_lens": (1, 2), "seq_lens": (33, 70)}
 WIDE: Any = {**SHORT, "C": 512, "R": 64}
+WIDER: Any = {**SHORT, "C": 1024, "R": 64, "H": 18}
 
 PACKED = replace(POSITIONS, format="fp8_ds_mla", BS=64, K=300)
 LISTED: Any = {"query_lens": (1, 2, 0, 1), "seq_lens": (700, 70, 5, 300), "C": 512, "R": 64}
@@ -89,6 +90,9 @@ CASES = [
     ),
     SparseCase("sink", **SHORT, sink=SINKS, H=5),
     SparseCase("v3-widths", **WIDE, first=replace(SLOTS, BS=64), H=8),
+    SparseCase("dots3-widths", **WIDER, first=replace(WINDOW, BS=64)),
+    SparseCase("dots3-widths-fp8", **WIDER, first=replace(WINDOW, format="fp8", kv_scale=0.037)),
+    SparseCase("dots3-widths-packed", **WIDER, first=replace(WINDOW, format="fp8_ds_mla")),
     SparseCase("v4-widths", **SHORT, first=RING, second=COMPRESSED, C=512, R=0, H=3, sink=SINKS),
     SparseCase("minicpm3-widths", **SHORT, C=256, R=32, H=5),
     SparseCase("fp32", **SHORT, first=replace(SLOTS, format="fp32"), dtype=torch.float32),

@@ -218,22 +218,26 @@ def fix(
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """Kinds of segments, with the formats that models store them in; few heads and many."""
-    for kinds, formats, D in (
-        (("slots",), ("bf16", "fp8", "fp8_ds_mla"), 576),
-        (("positions",), ("bf16", "fp8", "fp8_ds_mla"), 576),
-        (("window", "positions"), ("bf16", "fp8_dsv4"), 512),
-        (("window", "prefix"), ("bf16", "fp8_dsv4"), 512),
+    """Kinds of segments, with the formats that models store them in; few heads and many. dots3's
+    sliding layers have one number of heads."""
+    latent, v4 = ("bf16", "fp8", "fp8_ds_mla"), ("bf16", "fp8_dsv4")
+    for kinds, formats, heads, D, C in (
+        (("slots",), latent, (16, 128), 576, 512),
+        (("positions",), latent, (16, 128), 576, 512),
+        (("window",), latent, (64,), 1088, 1024),
+        (("window", "positions"), v4, (16, 128), 512, 512),
+        (("window", "prefix"), v4, (16, 128), 512, 512),
     ):
         BS = 1 if kinds == ("slots",) else 64  # as flattened() makes it
-        for format, H in product(formats, (16, 128)):
+        quantizes = capability in EIGHT_BITS_ON and kinds in (("slots",), ("window",))
+        for format, H in product(formats, heads):
             stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
             dtypes = [torch.bfloat16]
-            if capability in EIGHT_BITS_ON and kinds == ("slots",) and format != "bf16":
+            if quantizes and format != "bf16":
                 dtypes.append(E4M3)
             for dtype in dtypes:
                 eight = dtype == E4M3
-                shape = shape_of(dtype, [format], H, D, 512)
+                shape = shape_of(dtype, [format], H, D, C)
                 config = config_of(shape, capability, [(kind, format) for kind in kinds])
                 yield case(
                     f"latent-{'-'.join(kinds)}-{format}{'-e4m3' * eight}-H{H}-D{D}", shape, config,

@@ -54,7 +54,8 @@ PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float3
 E4M3 = torch.float8_e4m3fn
 EIGHT_BITS_ON = (89, 90, 100, 120, 121)  # targets with products of e4m3
 LEAST_COLUMNS = 16  # of a product; 32 of eight bits
-WIDEST = 1024  # columns of a row, held as tiles of a power of two
+WIDEST = 1024  # columns of a row beside its shared ones, held as two tiles of a power of two
+WIDE_ROWS = 512  # columns beside the shared ones from which on tiles are other ones
 FEW_HEADS = 16  # the least rows of a tensor core product: one tile has them all
 MMA_ROWS = 16  # a warp's rows of a product
 
@@ -119,6 +120,11 @@ if DISABLE_LICM_STOPS_TRITON:  # 144 bytes of spill there
     PAGED_WIDENED_SM90 = Config(64, 32, 8, 2, 256, hoist=False)
 PAGED_AMD = Config(16, 32, 4, 1, hoist=False)
 PAGED_AMD_DECODED = Config(16, 16, 4, 1, 256, hoist=False)
+# Rows of more than 512 columns beside the shared ones, as dots3's sliding layers have, in two tiles
+# of 512: eight warps hold what 16 heads accumulate. Compiled only. SM80 to SM121 do not spill.
+WIDE = Config(16, 32, 8, 2)
+WIDE_SMALL = Config(16, 16, 8, 2)
+WIDE_AMD = Config(16, 16, 4, 1, hoist=False)  # 68 bytes of spill with group scales
 TILES = {
     ("plain", False): _on(GATHER_64, GATHER_32, GATHER_64, GATHER_64, AMD),
     ("plain", True): _on(SM80, GATHER_32, SM90_LEAN, SM100, AMD),
@@ -137,6 +143,7 @@ TILES = {
     ("packed", True): _on(PACKED_SM80, DECODED, SM90, DECODED, DECODED_AMD),
     ("paged packed", False): _on(PAGED_16, PAGED_16, PAGED_16, PAGED_16, PAGED_AMD_DECODED),
     ("paged packed", True): _on(PAGED_32_PACKED, PAGED_16, SM90_LEAN, PAGED_16, PAGED_AMD_DECODED),
+    ("wide", False): _on(WIDE, WIDE_SMALL, WIDE, WIDE, WIDE_AMD),
     ("v4", False): _on(DECODED_V4, DECODED_V4, DECODED_V4, DECODED_V4, DECODED_AMD),
     ("v4", True): _on(V4_SM80, DECODED_V4, SM90_LEAN, DECODED_V4, DECODED_AMD),
 }  # fmt: skip
@@ -181,8 +188,11 @@ def why_not_latent(problem: Problem) -> str | None:
     stored_as = {STORED_AS[format] for format in problem.format.split()}
     if stored_as >= {PACKED, V4} and packed_main(problem.D) != problem.D:
         return f"reads rows of {problem.D} values cut in one place, not as {problem.format}"
-    if problem.D > WIDEST:
-        return f"holds rows of up to {WIDEST} values, this is {problem.D}"
+    shape = shape_of(problem.dtype, problem.format.split(), problem.H, problem.D, problem.C)
+    if shape.MAIN > WIDEST:
+        return f"holds rows of up to {WIDEST} values beside shared ones, these have {shape.MAIN}"
+    if shape.MAIN > WIDE_ROWS and shape.products == torch.float32:
+        return f"multiplies rows of more than {WIDE_ROWS} values in 16 bits only"
     return None
 
 
@@ -224,6 +234,8 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     else:
         case = "two segments" if len(segments) > 1 else f"{paged}plain"
     target, many = nearest_target(capability), shape.H > FEW_HEADS
+    if shape.MAIN > WIDE_ROWS:
+        return TILES["wide", False][target]
     if shape.eight_bits and target == 90 and (many or case == "paged fp8"):
         return E4M3_SM90 if many else E4M3_16_SM90
     if shape.e4m3 and target == 90 and (many or case == "plain"):

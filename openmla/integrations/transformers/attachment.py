@@ -30,7 +30,10 @@ from openmla.cache import (
     Geometry,
     LayerCache,
     LayerScales,
+    PoolGroup,
     allocate_cache,
+    ring_blocks,
+    shown_bytes,
 )
 from openmla.config import MLAConfig, RopeConfig
 from openmla.errors import ConfigError, UnsupportedError
@@ -45,6 +48,7 @@ from openmla.layers.weights import Known
 from openmla.parallel import Ranks, rank_cache
 from openmla.plan import Explanation, Plan
 from openmla.plan.explanation import Line
+from openmla.plan.explanation import counted as counted_lines
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.captured import CapturedDecode
@@ -52,8 +56,8 @@ if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
     from openmla.integrations.transformers.session import Session
 
-FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # initial capacity of V4's windows and states
-ROLLBACK = 32  # tokens a V4 sequence can be cropped by
+FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # initial capacity of windows and V4's states
+ROLLBACK = 32  # tokens that a sequence can be cropped by if layers keep a window of it
 NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -74,12 +78,12 @@ Watcher = Callable[[Attended], None]
 
 
 def same_scaling(scaling: Any, config: MLAConfig) -> bool:
-    """Whether an attention module's softmax scale is the one in its config."""
+    """Whether an attention module's softmax scale is the one in the config of its layer."""
     return math.isclose(float(scaling), config.scale, rel_tol=1e-6)
 
 
 def check_scaling(scaling: Any, config: MLAConfig) -> None:
-    """Raise if an attention module has another softmax scale than its config."""
+    """Raise if an attention module has another softmax scale than the config of its layer."""
     if not same_scaling(scaling, config):
         raise ConfigError(
             f"attach: the softmax scale of an attention module must be {config.scale}, as in the "
@@ -151,15 +155,16 @@ class Attachment:
             pool.busy = self.busy
         self.caches: dict[int, LayerCache] = {}
         self.last_plan: Any = None
+        self.last_plans: dict[int, Plan] = {}  # of the last pass, by kind of layer
         self.workspace_bytes = 0  # the most that any pass planned for
         # decoded kv_b_proj weights, alive while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.known: dict[int, Known] = {}  # views of plain weights, by layer, for all sessions
         self.eight_bits: dict[int, Tensor] = {}  # the current fp8 copy of kv_b_proj, by layer
         # the same, plus copies that caches still hold of weights that have changed since
-        self._in_eight_bits: weakref.WeakValueDictionary[int, Tensor] = (
+        self._in_eight_bits: weakref.WeakValueDictionary[tuple[int, int], Tensor] = (
             weakref.WeakValueDictionary()
-        )
+        )  # by layer and id
         self.expands_bytes = 0  # a kv_b_proj decoded again for each expanded prefill
         self.lock = threading.RLock()  # guards caches; held while a layer attends
         self._pool_lock = threading.Lock()
@@ -186,9 +191,16 @@ class Attachment:
         twin.__setstate__({name: deepcopy(v, memo) for name, v in self.__getstate__().items()})
         return twin
 
-    def _new_pool(self) -> BlockPool | CompressedPool:
+    def _new_pool(self) -> BlockPool | PoolGroup:
         if self.config.compressor is None:
-            return BlockPool(self.num_blocks, self.block_size * self.num_ranks)
+            pool = BlockPool(self.num_blocks, self.block_size * self.num_ranks)
+            window = max(kind.window for kind in self.config.every_kind)
+            if not window:
+                return pool
+            # one more row: a query that only looks has the position of the last token
+            given = {"window": window + 1, "rollback": ROLLBACK}
+            first = ring_blocks(window, ROLLBACK, FIRST_REQUESTS, FIRST_TOKENS, self.block_size)
+            return PoolGroup({"all": pool, "window": BlockPool(first, self.block_size, **given)})
         return CompressedPool(
             Geometry.for_model(
                 self.config,
@@ -218,24 +230,49 @@ class Attachment:
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
-        """The pools, for V4 of entries, rows and states; only the first can have a fixed size."""
-        return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
+        """The pools: of all rows, and those of windows; for V4 of entries, rows and states. Only
+        the first can have a fixed size."""
+        return self.pool.pools if isinstance(self.pool, PoolGroup) else (self.pool,)
+
+    @property
+    def ring_columns(self) -> int:
+        """Blocks of a window that a step of one token per row may see, at most."""
+        rows = self.pools[1]
+        assert rows.window is not None
+        return -(-(rows.window + rows.rollback) // rows.block_size) + 1
+
+    def lifetime(self, layer: int) -> int:
+        """Which of the pools a layer's rows are in; V4's layers are in several."""
+        return int(self.config.layer(layer).window > 0)
+
+    @property
+    def partial_keys(self) -> bool:
+        """Whether some layers attend to a part of the keys: every pass then needs a cache."""
+        kinds = self.config.every_kind
+        return any(kind.indexer is not None or kind.window > 0 for kind in kinds)
+
+    @property
+    def num_rows(self) -> int:
+        """How many layers have rows of their own."""
+        numbers = [int(module.layer_idx) for module in self.modules]  # type: ignore[arg-type]
+        return sum(self.config.kv_source(number) == number for number in numbers)
 
     @property
     def awaits_scales(self) -> bool:
         """Whether the first pass still has to measure the scales of some layers."""
-        return self.first_scales and len(self.scales) < len(self.modules)
+        return self.first_scales and len(self.scales) < self.num_rows
 
     def is_followed(self) -> bool:
         """Whether modules and config still ask for causal attention with the same softmax scale."""
         causal = getattr(self.previous[0], "is_causal", True)
         return causal and all(
-            getattr(module, "is_causal", True) and same_scaling(module.scaling, self.config)
+            getattr(module, "is_causal", True)
+            and same_scaling(module.scaling, self.config.layer(module.layer_idx))  # type: ignore[arg-type]
             for module in self.modules
         )
 
     @contextmanager
-    def bookkeeping(self) -> Iterator[BlockPool | CompressedPool]:
+    def bookkeeping(self) -> Iterator[BlockPool | PoolGroup]:
         """Lock the pool for this thread. Do not nest; nothing inside it waits for a lock."""
         try:
             with self._pool_lock:
@@ -289,8 +326,9 @@ class Attachment:
                 each = self._block_bytes()[lifetime]
                 spare = spare_blocks(pool.num_blocks, rows=rows, block_bytes=each)
                 pool.grow(pool.num_blocks + missing + spare)
-        taken = self.pool.take(wanted)
-        return (taken,) if isinstance(taken, list) else taken
+        if isinstance(self.pool, PoolGroup):
+            return tuple(self.pool.take(wanted))
+        return (self.pool.take(wanted),)
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
         """One layer's cache, with as many blocks as the pool has now."""
@@ -303,6 +341,10 @@ class Attachment:
             kept = self.caches.get(layer)
             if kept is None:
                 kept = self._new_cache(layer, format, device)
+            source = self.config.kv_source(layer)
+            if source != layer:
+                kept = self.caches[layer] = self._grown(layer, kept)
+                return kept.reading(self.cache(source, device, dtype))
             rows = kept.latent or kept.window
             assert rows is not None
             if rows.format != format or rows.data.device != device:
@@ -315,8 +357,17 @@ class Attachment:
                 if self.captured is not None:
                     self.captured._drop()  # graphs read the caches that are replaced
                 kept = self._new_cache(layer, format, device)
-            kept = self.caches[layer] = self._grown(kept)
+            kept = self.caches[layer] = self._grown(layer, kept)
             return kept
+
+    def with_index(self, cache: LayerCache, device: torch.device, dtype: torch.dtype) -> LayerCache:
+        """Return a layer's cache with the indexer keys of a layer that selects keys, to plan with,
+        if layers of several kinds share a selection. A plan depends on sizes only."""
+        for module in self.modules if self.config.kinds else ():
+            if module.indexer is not None and next(module.parameters()).device == device:
+                selecting = self.cache(int(module.layer_idx), device, dtype)  # type: ignore[arg-type]
+                return replace(cache, index=selecting.index)
+        return cache
 
     def _holds_nothing(self) -> bool:
         """Whether no row that was cached before the current pass will be read."""
@@ -329,7 +380,7 @@ class Attachment:
         with torch.inference_mode(False):  # passes write to it with and without inference mode
             return allocate(
                 self.config,
-                num_blocks=self.pool.num_blocks,
+                num_blocks=self.pools[self.lifetime(layer)].num_blocks,
                 block_size=self.pool.block_size // self.num_ranks,
                 format=format,
                 kv_scale=self.scales.get(layer, 1.0),
@@ -349,22 +400,28 @@ class Attachment:
     ) -> None:
         """Carry out the copies of take() in every layer, then move rows from slot to slot."""
         for layer, kept in self.caches.items():
-            cache = self.caches[layer] = self._grown(kept)
+            cache = self.caches[layer] = self._grown(layer, kept)
+            if not cache.parts:
+                continue
+            v4 = self.config.compressor is not None
             with self.using_caches(cache.parts[0].data.device):
-                cache.copy_blocks(*copies)
+                cache.copy_blocks(*(copies if v4 else (copies[self.lifetime(layer)],)))
                 if sources is not None and targets is not None:
-                    assert cache.latent is not None  # V4 does not move rows
-                    cache.latent.move_rows(sources, targets, self.config.latent_dim)
+                    config = self.config.layer(layer)
+                    if cache.latent is not None:
+                        cache.latent.move_rows(sources, targets, config.latent_dim)
                     if cache.index is not None:
-                        assert self.config.indexer is not None
-                        cache.index.move_rows(sources, targets, self.config.indexer.head_dim)
+                        assert config.indexer is not None
+                        cache.index.move_rows(sources, targets, config.indexer.head_dim)
 
-    def _grown(self, cache: LayerCache) -> LayerCache:
-        latent = cache.latent
-        if latent is not None and latent.num_blocks >= self.pool.num_blocks:
-            return cache  # the common case; indexer keys have as many blocks
+    def _grown(self, layer: int, cache: LayerCache) -> LayerCache:
+        latent, sizes = cache.latent, [pool.num_blocks for pool in self.pools]
+        if latent is not None:
+            sizes = [sizes[self.lifetime(layer)]]
+            if latent.num_blocks >= sizes[0]:
+                return cache  # the common case; indexer keys have as many blocks
         with torch.inference_mode(False):
-            return cache.grown(*(pool.num_blocks for pool in self.pools))
+            return cache.grown(*sizes)
 
     def reach(self, length: int) -> None:
         """Support sequences of this length; transformers does not stop at the config's limit."""
@@ -411,7 +468,10 @@ class Attachment:
         """Explain what the last forward pass ran in each layer, and why. Print the result."""
         if self.last_plan is None:
             return Explanation([Line("", "no pass has run yet")])
-        lines = [*self.last_plan.explain(finished=True).lines]
+        lines: list[Line] = []
+        for kind, plan in self.last_plans.items():
+            lines += self._kind_lines(kind) if self.config.kinds else []
+            lines += plan.explain(finished=True).lines
         if self.absorbed_format is not None:
             told = (line for line in str(self.memory()).splitlines() if line.startswith(ABSORBED))
             lines += [Line("absorbed", line.removeprefix(ABSORBED)) for line in told]
@@ -420,6 +480,22 @@ class Attachment:
             spread = f"kv_scale {min(rows):.4g} to {max(rows):.4g} over {len(self.scales)} layers"
             lines.append(Line("scales", f"found in the first pass: {spread}"))
         return Explanation([*lines, *(Line("", t) for t in self.cut_off.lines(self._caches()))])
+
+    def _kind_lines(self, kind: int) -> list[Line]:
+        """How many layers are of a kind, and what they keep per token."""
+        layers = [n for n, each in enumerate(self.config.layer_kinds) if each == kind]
+        caches = [cache for n, cache in self._caches().items() if n in layers]
+        parts = [part.data for cache in caches for part in cache.parts]
+        each = sum(data[0, 0].numel() * data.element_size() for data in parts)
+        what = (
+            f"{counted_lines(len(layers), 'layer')} of kind {kind}: {', '.join(map(str, layers))}"
+        )
+        kept = f"{shown_bytes(each)} per token of the whole context"
+        pool = self.pools[self.lifetime(layers[0])]
+        if pool.window is not None:
+            before = pool.window - 1 + pool.rollback
+            kept = f"{shown_bytes(each)} per token of a step and of the {before:,} tokens before it"
+        return [Line("layers", what), Line("keeps", kept)]
 
     def clamped(self) -> dict[int, int]:
         """How many values were too large for their scales and saturated in fp8 so far, by layer.
@@ -435,9 +511,13 @@ class Attachment:
         with self.lock:
             return dict(self.caches)
 
-    def planned(self, plan: Plan) -> None:
-        """Keep the plan that a pass will run, and count its workspace."""
+    def planned(self, kind: int, plan: Plan, *, first: bool) -> None:
+        """Keep the plan that a pass will run for a kind of layer, and count its workspace.
+        `first`: the pass has planned no other."""
         self.last_plan = plan
+        if first or not self.config.kinds:
+            self.last_plans = {}
+        self.last_plans[kind] = plan
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))
 
     def decoded(self, weight: Tensor) -> None:
@@ -451,7 +531,7 @@ class Attachment:
             found = self.eight_bits.get(layer)
             if found is not None and found.device == kept.device and torch.equal(found, kept):
                 return found
-            self.eight_bits[layer] = self._in_eight_bits[id(kept)] = kept
+            self.eight_bits[layer] = self._in_eight_bits[layer, id(kept)] = kept
             return kept
 
     def memory(self) -> MemoryReport:
@@ -474,11 +554,11 @@ class Attachment:
             )
 
     def _eight_bits_told(self) -> dict[str, Any]:
-        kept = list(self._in_eight_bits.values())
+        kept = [(self.config.layer(n), each) for (n, _), each in self._in_eight_bits.items()]
         if not kept:
             return {}
-        error = max(largest_error(each, self.config) for each in kept)
-        return {"absorbed_bytes": sum(each.nbytes for each in kept), "absorbed_error": error}
+        error = max(largest_error(each, config) for config, each in kept)
+        return {"absorbed_bytes": sum(each.nbytes for _, each in kept), "absorbed_error": error}
 
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""
@@ -488,8 +568,9 @@ class Attachment:
     def _block_bytes(self) -> tuple[int, int, int]:
         """Bytes of one block over all layers, in the order of `pools`."""
         totals = [0, 0, 0]
-        for cache in list(self.caches.values()):
+        for layer, cache in self._caches().items():
             for part in cache.parts:
                 lifetime = 1 if part is cache.window else 2 if part is cache.state else 0
+                lifetime = self.lifetime(layer) if part is cache.latent else lifetime
                 totals[lifetime] += part.data[0].numel() * part.data.element_size()
         return totals[0], totals[1], totals[2]

@@ -56,7 +56,8 @@ class Recorded(NamedTuple):
 
     ids: Tensor  # [B, 1]
     positions: Tensor  # [B, 1]
-    buffers: dict[int, dict[str, Tensor]]  # the plans' buffers, by compress ratio
+    buffers: dict[int, dict[str, Tensor]]  # the plans' buffers, by kind of layer
+    blocks: int  # columns of block tables that are not rings
     places: tuple[int, ...]  # addresses of caches and angles; the graph is invalid if they move
     weights: tuple[int, ...]  # their addresses; checked once per generation
     decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is not plain, decoded
@@ -144,7 +145,7 @@ class CapturedDecode:
         else:
             recorded.ids.copy_(ids)
             recorded.positions.copy_(positions)
-            self._plan(session, caches, recorded.buffers, ids.device)
+            self._plan(session, layers, caches, recorded.buffers, ids.device)
             if recorded.graph is not None:
                 recorded.graph.replay()
             else:
@@ -201,6 +202,7 @@ class CapturedDecode:
     def _plan(
         self,
         session: Session,
+        layers: list[PagedLayer],
         caches: list[LayerCache],
         buffers: dict[int, dict[str, Tensor]],
         device: torch.device,
@@ -208,11 +210,33 @@ class CapturedDecode:
         """Write the step's plan into the buffers of each kind of layer."""
         assert session.dtype is not None
         session.plans = {}
-        rings = next(iter(buffers.values())).get("window_table")
-        if rings is not None:  # the number of ring columns is fixed in the graph
-            session.describe(window_columns=rings.shape[1])
-        for cache in one_of_a_kind(caches):
-            session.plan(cache, device, session.dtype, into=buffers[cache.ratio])
+        found = self._of_a_kind(layers, caches, session.dtype)
+        rings = [
+            each.get("window_table", each["block_table"])
+            for kind, each in buffers.items()
+            if self.attachment.config.layer(found[kind][0]).sliding_window
+        ]
+        if rings:  # the number of ring columns is fixed in the graph
+            session.describe(window_columns=rings[0].shape[1])
+        for kind, (layer, cache) in found.items():
+            session.plan(layer, cache, device, session.dtype, into=buffers[kind])
+
+    def _of_a_kind(
+        self, layers: list[PagedLayer], caches: list[LayerCache], dtype: torch.dtype
+    ) -> dict[int, tuple[int, LayerCache]]:
+        """The first layer of each kind, and its cache, to plan with."""
+        numbers = [paged.layer for paged in layers]
+        kinds = map(self.attachment.config.kind, numbers)
+        found: dict[int, tuple[int, LayerCache]] = {}
+        for kind, number, cache in zip(kinds, numbers, caches, strict=True):
+            if kind not in found:
+                own = self.attachment.config.layer(number)
+                if own.indexer is not None and own.compressor is None and cache.index is None:
+                    assert cache.latent is not None
+                    rows = cache.latent.data
+                    cache = self.attachment.with_index(cache, rows.device, dtype)
+                found[kind] = number, cache
+        return found
 
     def _pass(
         self, ids: Tensor, positions: Tensor, past: Any, session: Session, layers: list[PagedLayer]
@@ -242,17 +266,21 @@ class CapturedDecode:
         # recaptured
         blocks = 1 << (needed - 1).bit_length()
         config = self.attachment.config
+        assert session.dtype is not None
         with torch.inference_mode(False):  # written repeatedly, with and without inference mode
             buffers: dict[int, dict[str, Tensor]] = {}
             sizes = {"max_requests": B, "max_tokens": B, "max_blocks": blocks}
-            for cache in one_of_a_kind(caches):
-                if self.attachment.ranks is not None:
-                    buffers[cache.ratio] = self._rank_buffers(cache, B, blocks)
+            for kind, (layer, cache) in self._of_a_kind(layers, caches, session.dtype).items():
+                own, ranks = config.layer(layer), self.attachment.ranks
+                sizes["max_blocks"] = self.attachment.ring_columns if own.window else blocks
+                if ranks is not None:
+                    sharded = {"max_tokens": B, "max_blocks": blocks}
+                    buffers[kind] = rank_buffers(own, cache, ranks, **sharded)
                     continue
-                made = next(iter(buffers.values()), None)
-                buffers[cache.ratio] = plan_buffers(config, cache, **sizes, beside=made)
+                beside = None if own.compressor is None else next(iter(buffers.values()), None)
+                buffers[kind] = plan_buffers(own, cache, **sizes, beside=beside)
             ids, positions = ids.clone(), positions.clone()
-        self._plan(session, caches, buffers, ids.device)
+        self._plan(session, layers, caches, buffers, ids.device)
         columns = [layer.columns for layer in layers]
         graph, self.recordings = None, self.recordings + 1
         self.adapters = [m for m in self.model.modules() if hasattr(m, "_disable_adapters")]
@@ -274,14 +302,9 @@ class CapturedDecode:
                 logits = out.logits.clone()
         decoded = tuple(session.decoded.values())
         return Recorded(
-            ids, positions, buffers, _places(caches, self.attachment), _weights(self.model),
+            ids, positions, buffers, blocks, _places(caches, self.attachment), _weights(self.model),
             decoded, _switches(self.adapters), graph, logits, type(out),
         )  # fmt: skip
-
-    def _rank_buffers(self, cache: LayerCache, rows: int, blocks: int) -> dict[str, Tensor]:
-        config, ranks = self.attachment.config, self.attachment.ranks
-        assert ranks is not None
-        return rank_buffers(config, cache, ranks, max_tokens=rows, max_blocks=blocks)
 
     def _capture(
         self, step: Callable[[], Any], device: torch.device, rows: int, blocks: int
@@ -389,10 +412,7 @@ def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[Laye
     return (
         recorded.ids.shape == ids.shape
         and recorded.ids.device == ids.device
-        and all(
-            _most_blocks(session) <= buffers["block_table"].shape[1]
-            for buffers in recorded.buffers.values()
-        )
+        and _most_blocks(session) <= recorded.blocks
         and recorded.places == _places(caches, session.attachment)
         and len(recorded.decoded) == len(session.decoded)
         and all(
@@ -402,11 +422,6 @@ def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[Laye
             )
         )
     )
-
-
-def one_of_a_kind(caches: list[LayerCache]) -> list[LayerCache]:
-    """The first layer's cache for each compress ratio; other models have one kind."""
-    return list({cache.ratio: cache for cache in reversed(caches)}.values())
 
 
 def _weights(model: nn.Module) -> tuple[int, ...]:

@@ -42,8 +42,17 @@ def check_model(model: nn.Module, options: AttachOptions) -> Attachment:
     text_config = supported_text_config(text_config, "attach")
     modules = _attention_modules(model, str(text_config.model_type))
     config = _as_the_modules_are(read_config(text_config, rotated=True), modules)
+    if config.log_scale and not hasattr(text_config, "kv_sharing_modes"):
+        raise UnsupportedError(
+            f"attach: {config.model_type} is supported with transformers 5.23 or newer."
+        )
+    if config.output_gate != FAMILIES[config.model_type].output_gate:
+        raise UnsupportedError(
+            f"attach: output gate {config.output_gate!r} is not supported: the {config.model_type} "
+            "class of transformers does not apply it. Build the model with MLAAttention."
+        )
     for module in modules:
-        check_scaling(module.scaling, config)
+        check_scaling(module.scaling, config.layer(module.layer_idx))  # type: ignore[arg-type]
         if not getattr(module, "is_causal", True):
             raise UnsupportedError(
                 "attach: is_causal must be True in every attention module, got False: "
@@ -134,15 +143,17 @@ def _attention_modules(model: nn.Module, model_type: str) -> list[nn.Module]:
 
 
 def _check_options(options: AttachOptions, config: MLAConfig, block_size: int) -> None:
-    if options.cache_format is not None:
-        get_format(options.cache_format, "latent").width(config.latent_dim)  # may raise
     index_layout = get_format(options.index_format, "index")
-    if config.indexer is not None:
-        index_layout.width(config.indexer.head_dim)
+    for kind in config.every_kind:
+        if options.cache_format is not None:
+            get_format(options.cache_format, "latent").width(kind.latent_dim)  # may raise
+        if kind.indexer is not None:
+            index_layout.width(kind.indexer.head_dim)
     check_absorbed_format("attach", options.absorbed_format)
     check_kind("attach", "batch_invariant", options.batch_invariant, bool)
     asked = PlanOptions(query_dtype=options.query_dtype, prefill_dtype=options.prefill_dtype)
-    check_combination("attach", Combination(asked, config))
+    for kind in config.every_kind:
+        check_combination("attach", Combination(asked, kind))
     if options.absorbed_format is not None and config.compressor is not None:
         raise ConfigError(
             f"attach: absorbed_format must be None for {config.model_type}, which has no "
@@ -203,8 +214,9 @@ def supported_text_config(config: Any, who: str) -> Any:
     model_type, around = str(text_config.model_type), ""
     if text_config is not config:
         around = f", the text model of {config.model_type},"
-    if model_type in REFUSED:
-        reason = REFUSED[model_type]
+    family = FAMILIES.get(model_type)
+    reason = REFUSED.get(model_type, "") if family is None else family.unattached
+    if reason:
         raise UnsupportedError(f"{who}: {model_type}{around} is not supported: {reason}.")
     if model_type not in SUPPORTED:
         raise UnsupportedError(
@@ -217,10 +229,19 @@ def supported_text_config(config: Any, who: str) -> Any:
 def _as_the_modules_are(config: MLAConfig, modules: list[nn.Module]) -> MLAConfig:
     """Override config fields that transformers' classes fix: which columns an indexer pairs and, in
     some, that all layers have an indexer. Such config fields are for other engines."""
-    if config.indexer is None or config.compressor is not None:
+    layers = [config.layer(number) for number in range(config.num_layers)]
+    if config.compressor is not None or all(layer.indexer is None for layer in layers):
         return config
-    shared = tuple(getattr(module, "indexer", None) is None for module in modules)
+    have_one = {
+        module.layer_idx for module in modules if getattr(module, "indexer", None) is not None
+    }
+    shared = tuple(
+        layer.indexer is not None and number not in have_one for number, layer in enumerate(layers)
+    )
     pairing = FAMILIES[config.model_type].indexer_pairing
     assert pairing is not None
-    fixed = replace(config.indexer, pairing=pairing, shared=shared if any(shared) else ())
-    return replace(config, indexer=fixed)
+    for number, layer in enumerate(layers):
+        if layer.indexer is not None:
+            fixed = replace(layer.indexer, pairing=pairing, shared=shared if any(shared) else ())
+            layers[number] = replace(layer, indexer=fixed)
+    return MLAConfig.from_layers(layers)

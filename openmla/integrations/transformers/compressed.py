@@ -109,7 +109,7 @@ def attend_v4(
     session = layer.session
     attachment = session.attachment
     cache = attachment.cache(layer.layer, query.device, query.dtype)
-    plan = session.plan(cache, query.device, query.dtype)
+    plan = session.plan(layer.layer, cache, query.device, query.dtype)
     assert plan.shared is not None and layer.latents is not None
     config = plan.config
     assert config.compressor is not None

@@ -33,8 +33,8 @@ def before_forward(
     past = kwargs.get("past_key_values")
     if past is not None or module is attachment.modules[0]:
         current.own_cache = None  # left by an earlier call of a module by itself
-    if past is None and attachment.config.indexer is not None:
-        # an indexer can only be watched with a cache: make one for this pass only
+    if past is None and attachment.partial_keys:
+        # indexers are only watched and windows only kept with a cache: make one for this pass
         if current.own_cache is None:
             current.own_cache = Cache(layers=[])
         past = current.own_cache

@@ -75,7 +75,7 @@ def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
         _stand_in(attachment)
         for outer in outers:
             handles.append(outer.register_forward_pre_hook(with_positions, with_kwargs=True))
-    elif config.indexer is not None:
+    elif attachment.partial_keys:
         _watch_indexers(attachment)
     else:
         for module in attachment.modules:
@@ -106,8 +106,8 @@ def _watch_indexers(attachment: Attachment) -> None:
         module.expand_kv = keep_latents  # type: ignore[assignment]
         indexer = module.indexer
         if isinstance(indexer, nn.Module):
-            watch = IndexerWatch(attachment)
-            attachment.watches[int(module.layer_idx)] = watch  # type: ignore[arg-type]
+            layer = int(module.layer_idx)  # type: ignore[arg-type]
+            watch = attachment.watches[layer] = IndexerWatch(attachment, layer)
             watch.hook(indexer)
             attachment.handles.append(watch)
 

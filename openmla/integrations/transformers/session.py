@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from openmla.attention import AbsorbedWeights, Selection
-from openmla.cache import BlockPool, CompressedPool, LayerCache
+from openmla.cache import BlockPool, CompressedPool, LayerCache, PoolGroup
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.compressed import check_positions
@@ -66,12 +66,13 @@ class Session:
         self.steps = 0
         self.leader: int | None = None  # the layer whose cache calls move requests
         self.entries: list[Entry] = []  # the current pass's queries
-        self.batch: Batch | None = None
+        self.batches: list[Batch] = []  # the step, in each of the attachment's pools; V4 has one
         self.picked: Tensor | None = None  # tokens that are not padding; None: all
         self.placed: dict[torch.device, Tensor] = {}  # `picked` on the layers' devices
-        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by device and compress ratio
+        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by device and kind of layer
         self.dtype: torch.dtype | None = None  # dtype of the last queries
         self.selection: Selection | None = None  # from the last layer that selected keys
+        self.selected_by: Plan | None = None  # with this plan
         self.fresh = True  # the current pass is the first over its requests
         self.unfinished = False  # a pass has begun, and its last layer has not attended
         weakref.finalize(self, attachment.drop, self.requests)
@@ -128,7 +129,7 @@ class Session:
         """Drop everything: a pass ended midway, and the layers hold different tokens."""
         self._free()
         self.attachment.current.session = None
-        self.plans, self.batch, self.picked, self.selection = {}, None, None, None
+        self.plans, self.batches, self.picked, self.selection = {}, [], None, None
         self.placed = {}
 
     def _free(self) -> None:
@@ -155,7 +156,8 @@ class Session:
             weight = linear.weight if plain else self._decoded(linear, layer, dtype)
         assert isinstance(weight, Tensor)
         by_itself = not plain and expands_itself(linear, weight.device)
-        absorbed = absorb(weight, self.attachment.config, linear if by_itself else None)
+        config = self.attachment.config.layer(layer)
+        absorbed = absorb(weight, config, linear if by_itself else None)
         # do not keep tracers' fake tensors or what accelerate brings in
         if plain and isinstance(weight, nn.Parameter) and not hasattr(linear, "_hf_hook"):
             assert isinstance(linear, nn.Linear)
@@ -166,15 +168,15 @@ class Session:
         """The module's kv_b_proj in fp8. Caches share the fp8 copy; changes are detected by value,
         as for decoded weights."""
         refuse_unabsorbable(linear, f"attach: kv_b_proj of layer {layer}")
-        attachment = self.attachment
+        attachment, config = self.attachment, self.attachment.config.layer(layer)
         with brought_in(*linear.modules()):
             state, before = state_of(linear), self.decoded.get(layer)
             if before is not None and before[0] == state and layer in self.views:
                 return self.views[layer]
-            kept = keep_eight_bits(linear, attachment.config, dtype)
+            kept = keep_eight_bits(linear, config, dtype)
             kept = attachment.share_eight_bits(layer, kept)
-            by_itself = expands_better(linear, kept, attachment.config)
-            absorbed = absorb_eight_bits(linear, kept, attachment.config, by_itself=by_itself)
+            by_itself = expands_better(linear, kept, config)
+            absorbed = absorb_eight_bits(linear, kept, config, by_itself=by_itself)
         self.decoded[layer], self.views[layer] = (state, kept), absorbed
         if absorbed.linear is None and absorbed.kv_b.dtype != dtype:
             decoded = absorbed.kv_b.numel() * dtype.itemsize
@@ -184,7 +186,7 @@ class Session:
     def _decoded(self, linear: nn.Module, layer: int, dtype: torch.dtype) -> Tensor:
         state = state_of(linear)
         if layer not in self.decoded or self.decoded[layer][0] != state:
-            C = self.attachment.config.kv_lora_rank
+            C = self.attachment.config.layer(layer).kv_lora_rank
             self.decoded[layer] = (state, decode_weight(linear, C, dtype))
             self.attachment.decoded(self.decoded[layer][1])
         return self.decoded[layer][1]
@@ -265,7 +267,7 @@ class Session:
 
     def _take(
         self,
-        pool: BlockPool | CompressedPool,
+        pool: BlockPool | PoolGroup,
         requests: Sequence[int],
         new_lens: Sequence[int],
         hidden: Sequence[Sequence[int]],
@@ -275,10 +277,14 @@ class Session:
         Tokens after a hidden one move up. Meanwhile a second request shares the blocks, so that
         none is overwritten before it is read.
         """
-        if isinstance(pool, CompressedPool) and any(hidden):
+        if isinstance(pool, PoolGroup) and any(hidden):
+            why = "rows before the window are gone, and none of it can move up"
+            if isinstance(pool, CompressedPool):
+                why = "an entry pools several tokens, and none can be removed"
             raise ShapeError(
-                "attach: attention_mask must be 1 for cached tokens of deepseek_v4: an entry pools "
-                "several tokens, and none can be removed. Run the tokens again with a new cache."
+                "attach: attention_mask must be 1 for cached tokens of "
+                f"{self.attachment.config.model_type}: {why}. Run the tokens again with a new "
+                "cache."
             )
         if self.attachment.ranks is not None and any(hidden):
             raise UnsupportedError(
@@ -317,7 +323,7 @@ class Session:
 
     def _entries(
         self,
-        pool: BlockPool | CompressedPool,
+        pool: BlockPool | PoolGroup,
         requests: Sequence[int],
         new: Sequence[Runs],
         S: int,
@@ -332,7 +338,8 @@ class Session:
         if all(len(runs) == 1 and runs[0][0] for runs in new):
             begins = [n - runs[0][1] for n, runs in zip(lens, new, strict=True)]
             return list(map(Entry, requests, begins, lens)), None
-        looks = isinstance(pool, BlockPool)  # a V4 request has one state, for one run of queries
+        # a V4 request has one state, for one run of queries
+        looks = not isinstance(pool, CompressedPool)
         entries: list[Entry] = []
         picked: list[int] = []
         for b, request in enumerate(requests):
@@ -355,21 +362,31 @@ class Session:
             entries += mine
         return entries, torch.tensor(picked, dtype=torch.int64)
 
+    @property
+    def batch(self) -> Batch | None:
+        """The step over rows that live as long as their request."""
+        return self.batches[0] if self.batches else None
+
     def describe(self, window_columns: int = 0) -> None:
-        """Describe the step from the requests' old lengths to their new ones, as a Batch."""
+        """Describe the step from the requests' old lengths to their new ones, as Batches.
+        `window_columns`: the least columns of rings."""
         pool, requests = self.attachment.pool, [entry.request for entry in self.entries]
         query_lens = [entry.query_len for entry in self.entries]
         ends = [entry.stop for entry in self.entries]
         if isinstance(pool, CompressedPool):
             tables = pool.tables(requests, window_columns=window_columns)
-            self.batch = Batch(query_lens, ends, **tables._asdict())
+            self.batches = [Batch(query_lens, ends, **tables._asdict())]
             return
-        slots = pool.slot_mapping([entry[:3] for entry in self.entries])
-        if any(entry.looks for entry in self.entries):
-            stored = torch.tensor([not entry.looks for entry in self.entries])
-            stored = stored.repeat_interleave(torch.tensor(query_lens))
-            slots = torch.full(stored.shape, -1).masked_scatter(stored, slots)
-        self.batch = Batch(query_lens, ends, pool.block_table(requests), slots)
+        self.batches, looking = [], any(entry.looks for entry in self.entries)
+        for each in self.attachment.pools:
+            columns = 0 if each.window is None else window_columns
+            slots = each.slot_mapping([entry[:3] for entry in self.entries])
+            if looking:
+                stored = torch.tensor([not entry.looks for entry in self.entries])
+                stored = stored.repeat_interleave(torch.tensor(query_lens))
+                slots = torch.full(stored.shape, -1).masked_scatter(stored, slots)
+            table = each.block_table(requests, num_columns=columns)
+            self.batches.append(Batch(query_lens, ends, table, slots))
 
     def picked_on(self, device: torch.device) -> Tensor | None:
         """Indices of tokens that are not padding, None: all. Uploaded once for all layers of a
@@ -382,40 +399,44 @@ class Session:
 
     def plan(
         self,
+        layer: int,
         cache: LayerCache,
         device: torch.device,
         dtype: torch.dtype,
         into: dict[str, Tensor] | None = None,
     ) -> Plan:
         """This pass's plan, shared by all layers of one kind on a device."""
-        key = (device, cache.ratio)
+        key = (device, self.attachment.config.kind(layer))
         self.dtype = dtype
         if key not in self.plans:
-            assert self.batch is not None
-            config = self.attachment.config
+            config = self.attachment.config.layer(layer)
+            if config.indexer is not None and config.compressor is None and cache.index is None:
+                cache = self.attachment.with_index(cache, device, dtype)
             if config.indexer is not None and config.compressor is None and cache.index is None:
                 raise UnsupportedError(
                     f"attach: the first layer on {device} must have its own indexer. Move it to "
                     "the device of the layer whose selection it shares."
                 )
-            self.plans[key] = self._planned(cache, device, dtype, into)
-            self.attachment.planned(self.plans[key])
+            first = not self.plans
+            self.plans[key] = self._planned(layer, cache, device, dtype, into)
+            self.attachment.planned(key[1], self.plans[key], first=first)
         return self.plans[key]
 
     def _planned(
         self,
+        layer: int,
         cache: LayerCache,
         device: torch.device,
         dtype: torch.dtype,
         into: dict[str, Tensor] | None,
     ) -> Plan:
-        attachment, config = self.attachment, self.attachment.config
-        assert self.batch is not None
+        attachment = self.attachment
+        config, lifetime = attachment.config.layer(layer), attachment.lifetime(layer)
         shares = config.compressor is not None and attachment.ranks is None
         made = (plan for (place, _), plan in self.plans.items() if shares and place == device)
         beside = next(made, None)
         return make_plan(
-            self.batch,
+            self.batches[lifetime],
             config,
             cache,
             dtype=dtype,
