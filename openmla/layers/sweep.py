@@ -18,7 +18,7 @@ from openmla.backends.replay import observed
 from openmla.ranks import Ranks
 from openmla.ranks.collectives import all_gather
 
-CLOSE = 8  # sizes that differ by an eighth: no kernel serves fewer alone
+CLOSE = 64  # sizes that differ by a 64th: no kernel serves fewer alone
 
 
 class Sweep(NamedTuple):

@@ -141,7 +141,7 @@ def warmup(
     return workspace
 
 
-MOST_DRAFTS = 32  # new tokens of a request, with speculative decoding
+MOST_DRAFTS = 64  # new tokens of a request, with speculative decoding
 MOST_ABSORBED = 1024  # tokens of a product with fp8 or batch-invariant absorbed weights
 
 
@@ -221,6 +221,7 @@ def run_steps(
     workspace: Workspace,
     max_requests: int,
     max_tokens: int,
+    dtype: torch.dtype,
     *,
     absorbed: AbsorbedWeights | None = None,
     ranks: Ranks | None = None,
@@ -229,14 +230,32 @@ def run_steps(
 ) -> None:
     """Run steps of all shapes with kernels of their own. `options`: others of run_step()."""
     assert cache.latent is not None
-    options |= {"absorbed": absorbed, "ranks": ranks, "batch_invariant": batch_invariant}
+    device = cache.latent.data.device
     sweeps = step_sweeps(
         config, cache, workspace, max_requests, max_tokens,
         ranks=1 if ranks is None else ranks.shard.size,
         absorbs_many=absorbed is not None or batch_invariant,
     )  # fmt: skip
-    run = partial(run_step, config=config, cache=cache, workspace=workspace, **options)
-    run_sweeps(sweeps, run, cache.latent.data.device, ranks)
+    run = partial(
+        run_step, config=config, cache=cache, workspace=workspace, dtype=dtype, ranks=ranks,
+        absorbed=zero_weights(config, dtype, device) if absorbed is None else absorbed,
+        angles=zero_angles(config, device), batch_invariant=batch_invariant, **options,
+    )  # fmt: skip
+    run_sweeps(sweeps, run, device, ranks)
+
+
+def zero_weights(config: MLAConfig, dtype: torch.dtype, device: torch.device) -> AbsorbedWeights:
+    rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+    return absorb(torch.zeros(rows, config.kv_lora_rank, dtype=dtype, device=device), config)
+
+
+def zero_angles(config: MLAConfig, device: torch.device) -> Tensor | None:
+    """Return a table of angles for the config's rope, if it has one."""
+    if config.rope.kind in ("none", "external"):
+        return None
+    tables = 2 if config.rope.kind == "longrope" else 1
+    sizes = tables * config.max_positions, config.qk_rope_head_dim
+    return torch.zeros(sizes, dtype=torch.float32, device=device)
 
 
 def run_step(
@@ -249,11 +268,12 @@ def run_step(
     output: str | None = None,
     absorbed: AbsorbedWeights | None = None,
     *,
+    angles: Tensor | None = None,
     ranks: Ranks | None = None,
     **options: Any,
 ) -> None:
     """Run a step over the current contents of the cache's first blocks, with finished and with raw
-    rows. Every slot is -1."""
+    rows. Every slot is -1, and weights and angles that are not given are 0."""
     assert cache.latent is not None
     device, H = cache.latent.data.device, config.num_heads
     batch = shape.batch(cache.latent, 1 if ranks is None else ranks.shard.size)
@@ -277,16 +297,14 @@ def run_step(
 
     P, R, C = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
     if absorbed is None:
-        absorbed = absorb(zeros(H * (P + config.v_head_dim), C), config)
+        absorbed = zero_weights(config, dtype, device)
+    if angles is None:
+        angles = zero_angles(config, device)
     q, kv = zeros(T, H, P + R), zeros(T, C + R)
     projected = Projected(q[:, :, :P], q[:, :, P:], kv[:, :C], kv[:, C:])
-    table_of_angles = None
-    if config.rope.kind not in ("none", "external"):
-        tables = 2 if config.rope.kind == "longrope" else 1
-        table_of_angles = zeros(tables * config.max_positions, R, dtype=torch.float32)
     positions = zeros(T, dtype=torch.int64)
     raw = RawProjections(
-        q, kv, zeros(C), positions, table_of_angles, config.rope.pairing, config.latent_eps,
+        q, kv, zeros(C), positions, angles, config.rope.pairing, config.latent_eps,
         factor=config.latent_factor,
     )  # fmt: skip
     selection = None

@@ -185,7 +185,7 @@ def test_a_sweep_finds_every_kernel_in_few_steps(thresholds: tuple[int, ...]) ->
     found = {sum(size >= each for each in thresholds) for size in asking.sizes}
     assert found == set(range(len(thresholds) + 1))
     assert asking.sizes[0] == 1000 and len(asking.sizes) == len({*asking.sizes})
-    assert len(asking.sizes) <= 6 + 6 * len(thresholds)
+    assert len(asking.sizes) <= 4 + 8 * len(thresholds)
 
 
 @pytest.mark.parametrize(
