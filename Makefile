@@ -1,6 +1,6 @@
 # Two commands: `make demo` shows what this does, `make test` checks it. Both set themselves up.
 #
-#     make test TORCH=2.15.0 TRANSFORMERS=5.22.2 TRITON=3.9.0
+#     make test TORCH=2.15.0 TRANSFORMERS=5.23.0 TRITON=3.9.0
 #
 # takes other versions, any of them, in an environment of its own; so does every target below.
 

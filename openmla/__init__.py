@@ -14,6 +14,7 @@ from openmla.attention import (
     attend_latent,
     attend_partial,
     attend_step,
+    carry_selection,
     make_selection,
     select_step,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "attend_partial",
     "attend_step",
     "calibrate",
+    "carry_selection",
     "decode_output",
     "detach",
     "expect_scales",

@@ -72,7 +72,7 @@ def test_other_versions_have_an_environment_of_their_own(playground: list[list[s
     assert len(playground) == 6 and setup_env.complete(venv)
     kept = (venv / "constraints.txt").read_text().splitlines()
     assert kept[-2:] == ["torch==2.15.0", "triton==3.9.0"] and "triton<3.10" not in kept
-    assert "torch==2.13.0" not in kept and any("transformers==5.22.2" in line for line in kept)
+    assert "torch==2.13.0" not in kept and any("transformers==5.23.0" in line for line in kept)
     setup_env.main(["--torch", "2.15.0", "--triton", "3.9.0"])
     setup_env.main([])
     assert len(playground) == 6
@@ -148,7 +148,7 @@ def resolve(tmp_path: Path, *pins: str) -> dict[str, str]:
 def test_requirements_resolve_without_local_wheels(tmp_path: Path) -> None:
     versions = resolve(tmp_path, "-c", "constraints.txt")
     assert versions["torch"].split("+")[0] == "2.13.0"
-    assert versions["transformers"] == "5.22.2"
+    assert versions["transformers"] == "5.23.0"
     assert versions["triton"].startswith("3.")
 
 

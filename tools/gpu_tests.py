@@ -44,6 +44,7 @@ WITHOUT_A_GPU = {
     "tests/integrations/test_memory.py": "bytes of caches; test_graph_memory.py counts them there",
     "tests/integrations/test_quantised_models.py": "a GPU that multiplies fp8 is pretended",
     "tests/integrations/test_vllm_plugin.py": "what is registered with vLLM",
+    "tests/layers/test_mistral_large4.py": "float64 definitions; its ops have contracts there",
     "tests/layers/test_messages.py": "errors that are raised before anything runs",
     "tests/layers/test_quantised.py": "a GPU that multiplies fp8 is pretended",
     "tests/layers/test_v4_formats.py": "bytes of formats, which each op's contract compares there",

@@ -1,6 +1,6 @@
 """Makes .venv with what `make demo` and `make test` need. Does nothing if it is up to date.
 
-    python3 tools/setup_env.py --torch 2.15.0 --transformers 5.22.2 --triton 3.9.0
+    python3 tools/setup_env.py --torch 2.15.0 --transformers 5.23.0 --triton 3.9.0
 
 makes another one for any such versions, in a folder named after them, which is what `make test
 TORCH=2.15.0` does. Standard library only, no root, no python3-venv package: the environment is made

@@ -24,38 +24,18 @@ from openmla.cli.doctor import ops_of, ops_on
 from openmla.cli.gpus import GPUS, RAN, TARGETS
 from openmla.cli.sizes import Step, token_bytes
 from openmla.config import PRESETS, MLAConfig
-from openmla.config.families import FAMILIES, REFUSED
 from openmla.plan.options import REFUSALS, Combination, PlanOptions
+from tools.models_table import WHERE, models_rows, wrappers_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support.md"
+MODELS_PAGE = ROOT / "docs" / "models.md"
 OPS_PAGE = ROOT / "docs" / "api" / "ops.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
 COMPATIBILITY = RESULTS / "compatibility.json"
 
-# Display names of the model types; every type in the table of families must be listed.
-NAMES = {
-    "axk1": "A.X-K1",
-    "axk2": "A.X-K2",
-    "bailing_hybrid": "Ling 3.0",
-    "deepseek_v2": "DeepSeek V2, V2-Lite, V2.5",
-    "deepseek_v3": "DeepSeek V3, R1, V3.1",
-    "deepseek_v32": "DeepSeek V3.2",
-    "deepseek_v4": "DeepSeek V4",
-    "dots3_note": "dots3, its flat `config.json`",
-    "dots3_note_text": "dots3",
-    "glm4_moe_lite": "GLM-4.7-Flash",
-    "glm_moe_dsa": "GLM-5.x",
-    "hy_v4": "HY V4",
-    "kimi_k2": "Kimi K2",
-    "kimi_linear": "Kimi-Linear",
-    "longcat_flash": "LongCat-Flash",
-    "minicpm3": "MiniCPM3",
-    "mistral4": "Mistral 4",
-    "youtu": "Youtu",
-}
-HYBRID = ("kimi_linear", "bailing_hybrid")  # only their MLA layers have a cache
+HYBRID = ("kimi_linear", "bailing_hybrid", "gigachat3_5")  # only their MLA layers have a cache
 # Parts of a step, and the row of `openmla doctor` that reports each part.
 WORK = {
     "prefill": "mha_ragged",
@@ -82,18 +62,14 @@ def table(head: list[str], rows: list[list[str]], *, right: int = 0) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def families_table() -> str:
-    """One row per model type, from the table of families."""
-    rows = []
-    for name, family in FAMILIES.items():
-        kind = "dense" if family.indexer_pairing is None else "sparse"
-        kind = "V4" if family.compressed else kind
-        kind += ", sliding window" if family.by_layer else ""
-        layer = "`MLAAttentionV4`" if family.compressed else "`MLAAttention`"
-        attached = f"loaded as `{family.reads_as}`" if family.reads_as else "yes"
-        rows.append([NAMES[name], f"`{name}`", kind, attached, "" if family.output_gate else layer])
-    rows += [["", f"`{name}`", "", f"not supported: {why}", ""] for name, why in REFUSED.items()]
-    return table(["model", "`model_type`", "attention", "`attach`", "layer"], rows)
+def models_table() -> str:
+    """One row per model type with MLA."""
+    return table(["model", "`model_type`", "attention", *WHERE, "`attach`", "layer"], models_rows())
+
+
+def wrappers_table() -> str:
+    """One row per model around one of those."""
+    return table(["model", "`model_type`", "text model", *WHERE, "`attach`"], wrappers_rows())
 
 
 def presets_table() -> str:
@@ -244,9 +220,12 @@ def contracts() -> str:
 
 # Content between markers, by page: "<!-- models: make table -->" and "<!-- end of models -->".
 TABLES = {
-    PAGE: {
-        "models": families_table,
+    MODELS_PAGE: {
+        "models": models_table,
+        "wrappers": wrappers_table,
         "presets": presets_table,
+    },
+    PAGE: {
         "gpus": gpus_table,
         "formats": formats_table,
         "refusals": refusals_table,

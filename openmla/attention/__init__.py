@@ -1,7 +1,7 @@
 """One layer's step: calls the ops of its plan. Owns no parameters and makes no decisions."""
 
 from openmla.attention.checks import check_inputs
-from openmla.attention.chosen import make_selection
+from openmla.attention.chosen import carry_selection, make_selection
 from openmla.attention.compressed import attend_compressed
 from openmla.attention.latent import attend_latent
 from openmla.attention.partial import attend_partial
@@ -31,6 +31,7 @@ __all__ = [
     "attend_latent",
     "attend_partial",
     "attend_step",
+    "carry_selection",
     "check_inputs",
     "make_selection",
     "select_step",

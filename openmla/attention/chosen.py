@@ -93,6 +93,40 @@ def make_selection(
     return Selection(own, _all_columns(own, counts)[: rows.shape[0]], rows, select.row_lens)
 
 
+def carry_selection(
+    selection: Selection | None, plan: Plan, cache: LayerCache, other: Plan
+) -> Selection | None:
+    """Return a selection for another plan of the same step, for layers of another kind.
+
+    Args:
+        selection: the selection that was made with `plan`.
+        plan: the plan of the layer that selected.
+        cache: the cache of the layer that shares the selection.
+        other: the plan of that layer, for the same batch, with the same topk.
+
+    Returns:
+        The same keys in the order of the other plan's tokens.
+
+    Raises:
+        ConfigError: the plans are not of the same step, or ranks share the keys.
+    """
+    mine, its = plan.select, other.select
+    if selection is None or mine is its:
+        return selection
+    alike = mine is not None and its is not None and mine.num_rows == its.num_rows
+    if not alike or plan.query_lens != other.query_lens or plan.seq_lens != other.seq_lens:
+        raise ConfigError("selection: both plans must be of the same step and have the same topk.")
+    assert mine is not None and its is not None
+    if mine.offered or its.offered:
+        raise ConfigError("selection: layers of two kinds cannot share a selection across ranks.")
+    own = selection.positions
+    if not (isinstance(mine.rows, slice) and mine.rows == its.rows):
+        spread = own.new_full((plan.num_tokens, own.shape[1]), -1)
+        spread[mine.rows] = own
+        own = spread[its.rows]
+    return Selection(own, its.topk_lens, chosen_rows(own, cache, other), its.row_lens)
+
+
 def _all_columns(positions: Tensor, lens: Tensor | None) -> Tensor:
     if lens is not None:
         return lens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from openmla.attention.products import rms_normed
@@ -65,11 +66,28 @@ def finish(raw: RawProjections, plan: Plan) -> None:
     if raw.table is None:
         return
     R = raw.table.shape[1]
-    for turned in (raw.q[:, :, raw.q.shape[2] - R :], raw.kv[:, None, raw.kv.shape[1] - R :]):
-        rope(
-            turned,
-            raw.positions,
-            raw.table,
-            pairing=raw.pairing,
-            backend=plan.backend("rope"),
-        )
+    q_pe, k_pe = raw.q[:, :, raw.q.shape[2] - R :], raw.kv[:, raw.kv.shape[1] - R :]
+    rotate(q_pe, k_pe, raw.positions, raw.table, raw.pairing, plan)
+
+
+def rotate(
+    q_pe: Tensor,  # [T, H, R]
+    k_pe: Tensor | None,  # [T, R]
+    positions: Tensor,
+    table: Tensor,
+    pairing: str,
+    plan: Plan,
+) -> None:
+    """Rotate queries and shared keys in place."""
+    for turned in (q_pe,) if k_pe is None else (q_pe, k_pe[:, None]):
+        rope(turned, positions, table, pairing=pairing, backend=plan.backend("rope"))
+
+
+def read_rows(cache: PagedCache, plan: Plan, dtype: torch.dtype) -> Tensor:  # [T, D]
+    """Read this step's rows back, as a layer does that has none of its own. Rows of padding
+    tokens have any value."""
+    slots, config = plan.slot_mapping.clamp(min=0), plan.config
+    rows = cache.layout.read(cache.data, slots, cache.kv_scale, dtype, config.latent_dim)
+    if cache.rope_ratio is not None:
+        rows[:, config.kv_lora_rank :] *= cache.rope_ratio
+    return rows

@@ -89,6 +89,7 @@ class Decode:
         latent = self.cache.latent
         assert latent is not None
         projected, raw, _ = self.layer.project(hidden, positions, self.plan)
+        assert raw is not None
         nowhere = torch.full_like(positions, -1)
         latent_write(
             latent.data, raw.q, raw.kv, raw.norm_weight, raw.positions, nowhere, latent.kv_scale,

@@ -25,9 +25,10 @@ def check_config(config: MLAConfig) -> None:
     """Raise unless the components of such a model are supported."""
     family = FAMILIES[config.model_type]
     beyond = {
-        "gates its output": family.output_gate or config.head_gate,
+        "gates its output": family.unknown_gate or config.output_gate is not None,
+        "gates its norms": config.norm_gate != 0,
         "scales its queries or latents": (config.q_factor, config.latent_factor) != (1, 1),
-        "scales its queries by position": config.llama4_beta != 0,
+        "scales its queries by position": config.llama4_beta != 0 or config.log_scale,
         "has layers that differ in shape": bool(config.kinds),
         f"has rope of type {config.rope.kind!r}": config.rope.kind not in ("default", "yarn"),
     }

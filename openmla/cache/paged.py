@@ -237,6 +237,10 @@ class LayerCache:
             if part is not None:
                 part.copy_blocks(wanted)
 
+    def reading(self, source: LayerCache) -> LayerCache:
+        """Return this cache with the latent rows of another layer, for a layer without its own."""
+        return replace(self, latent=source.latent)
+
     def grown(self, num_blocks: int, window_blocks: int = 0, num_states: int = 0) -> LayerCache:
         """Return a copy whose parts have at least these numbers of blocks, with the same rows."""
         wanted = {
@@ -321,6 +325,7 @@ def allocate_cache(
         index_format: format of the indexer keys of a sparse model.
         layer: number of the layer. It decides the width of rows if layers are of several kinds.
             Sparse layers that share the selection of an earlier layer keep no indexer keys.
+            Layers that read the rows of an earlier layer keep none: see LayerCache.reading().
             DeepSeek V4's layers keep the caches of their compress ratio.
         max_requests: DeepSeek V4 only: requests at a time. Sizes the buffer of recent rows, whose
             blocks are recycled, and the compressor states, one per request.
@@ -370,11 +375,12 @@ def allocate_cache(
     def pages(name: str, D: int, scales: LayerScales) -> PagedCache:
         return _new_cache(name, num_blocks, block_size, D, scales, torch.device(device))
 
-    indexer = config.indexer
-    latent = pages(format, config.latent_dim, scales)
-    if indexer is None or indexer.is_shared(layer):
-        return LayerCache(latent=latent)
-    return LayerCache(latent=latent, index=pages(index_format, indexer.head_dim, UNSCALED))
+    indexer, latent, index = config.indexer, None, None
+    if config.kv_source(layer) == layer:
+        latent = pages(format, config.latent_dim, scales)
+    if indexer is not None and not indexer.is_shared(layer):
+        index = pages(index_format, indexer.head_dim, UNSCALED)
+    return LayerCache(latent=latent, index=index)
 
 
 UNSCALED = LayerScales(1.0, 1.0)

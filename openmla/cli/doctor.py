@@ -33,7 +33,7 @@ PACKAGES = (
 )
 # The lowest and the highest version that tests have run with; bench/results/compatibility.json
 # lists the runs. vLLM's are in openmla.integrations.vllm.
-TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.22")}
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.23")}
 DENSE_DECODE = "mqa_paged"  # the row that the verdict names
 ISA_SWITCH = "ONEDNN_MAX_CPU_ISA"
 ISA_VALUE = "AVX512_CORE_BF16"

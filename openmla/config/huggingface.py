@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from openmla.config.families import FAMILIES, Family
+from openmla.config.families import FAMILIES, REFUSED, Family
 from openmla.config.schema import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -81,10 +81,10 @@ def read_config(
         raise ConfigError("config: text_config is missing for kimi_k25.")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         of = "" if wrapper is None else f", the text model of {wrapper!r},"
-        raise ConfigError(
-            f"config: model_type {model_type!r}{of} is not supported. "
-            f"Supported: {', '.join(sorted(FAMILIES))}."
-        )
+        why = f". Supported: {', '.join(sorted(FAMILIES))}."
+        if isinstance(model_type, str) and model_type in REFUSED:
+            why = f": {REFUSED[model_type]}."
+        raise ConfigError(f"config: model_type {model_type!r}{of} is not supported{why}")
     family = FAMILIES[model_type]
     _refuse_other_attention(fields, family)
     read = _read_latent
@@ -92,7 +92,66 @@ def read_config(
         read = _read_v4
     elif family.by_layer:
         read = _read_dots3
-    return read(fields, model_type, family, rotated)
+    config = read(fields, model_type, family, rotated)
+    return _mixed_rope(config, fields) if family.mixed_rope else config
+
+
+def _mixed_rope(config: MLAConfig, fields: Fields) -> MLAConfig:
+    """Return Mistral Large 4's two kinds of layers, and whose latents each layer reads."""
+    interval = read_integer(fields, "no_rope_layer_interval", 4)
+    require_size("no_rope_layer_interval", interval)
+    count = config.num_layers
+    rotated = fields.get("no_rope_layers")  # 1 where a layer has RoPE
+    if rotated is None:
+        rotated = [int((layer + 1) % interval != 0) for layer in range(count)]
+    known = isinstance(rotated, list | tuple) and len(rotated) == count
+    if not known or any(value not in (0, 1) for value in rotated):
+        raise ConfigError(
+            f"config: no_rope_layers must be 0 or 1 for each of {count} layers, got {rotated!r}."
+        )
+    sources = _shared_latents(fields, [bool(value) for value in rotated])
+    turned = replace(
+        config,
+        rope=replace(config.rope, learned=True),
+        log_scale=True,
+        kv_sources=sources,
+    )
+    unturned = replace(
+        turned,
+        qk_nope_head_dim=config.qk_head_dim,
+        qk_rope_head_dim=0,
+        rope=RopeConfig(kind="none"),
+        softmax_scale=None if config.rope.logit_scale == 1 else config.scale,
+    )
+    return MLAConfig.from_layers([turned if value else unturned for value in rotated])
+
+
+def _shared_latents(fields: Fields, rotated: list[bool]) -> tuple[int, ...]:
+    """Return the layer whose latents each layer reads, or () if each has its own.
+
+    transformers 5.23 does not look at the named layer: a layer without latents gets those of the
+    last layer of its kind that a later one names. Raises where the two rules differ.
+    """
+    count = len(rotated)
+    named = fields.get("kv_source_layers")
+    if named is None or list(named) == list(range(count)):
+        return ()
+    if not isinstance(named, list | tuple) or len(named) != count:
+        raise ConfigError(
+            f"config: kv_source_layers must list a layer for each of {count} layers, got {named!r}."
+        )
+    stored: dict[bool, int] = {}
+    for layer, (source, kind) in enumerate(zip(named, rotated, strict=True)):
+        if source == layer:
+            if layer in named[layer + 1 :]:
+                stored[kind] = layer
+        elif stored.get(kind) != source:
+            raise ConfigError(
+                f"config: kv_source_layers[{layer}] must be {stored.get(kind)}, the last earlier "
+                "layer of its kind whose latents are shared, because transformers reads that one, "
+                f"got {source!r}."
+            )
+    return tuple(named)
 
 
 def _rope_fields(fields: Fields) -> Fields:
@@ -113,6 +172,9 @@ def _rope_fields(fields: Fields) -> Fields:
 
 def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "deepseek_yarn":  # a name of engines; they differ in this field's default
+        read_number(rope, "mscale_all_dim")
+        kind = "yarn"
     foreign = rotated and kind not in ROPE_KINDS
     unknown = sorted(set(rope) - ROPE_KEYS)
     if unknown and not foreign:
@@ -134,6 +196,8 @@ def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> R
             factor=max(read_number(rope, "factor", 1.0), 1.0),
             mscale_all_dim=read_number(rope, "mscale_all_dim", 0.0),
         )
+    if kind in ROPE_KINDS and kind not in family.rope_kinds:
+        raise ConfigError(f"config: rope type {kind!r} is not supported for this model type.")
     theta = read_number(rope, "rope_theta", family.default_theta)
     if kind not in ("yarn", "longrope"):
         return RopeConfig(kind=kind, theta=theta, pairing=pairing)  # raises if kind is unknown
@@ -191,6 +255,7 @@ def _read_indexer(fields: Fields, family: Family, num_layers: int) -> IndexerCon
         rope_side=family.indexer_side,
         norm_eps=read_number(fields, "rms_norm_eps", 1e-6) if from_config else 1e-6,
         shared=shared if any(shared) else (),
+        own_query=family.mixed_rope,
     )
 
 
@@ -227,10 +292,27 @@ def _refuse_other_attention(fields: Fields, family: Family) -> None:
     expect(fields, "mla_use_nope", unrotated, f"where the shared columns are {never}rotated")
 
 
+def _output_gate(fields: Fields, family: Family) -> str | None:
+    """Return the gate that the family has, or that the config asks for."""
+    for name in ("mla_use_output_gate", "gated_attention"):  # Kimi K3, GigaChat 3.5
+        if read_flag(fields, name, False):
+            return "element"
+    return family.output_gate
+
+
+def _norm_gate(fields: Fields, family: Family) -> float:
+    if not family.gated_norms:
+        return 0.0
+    expect(fields, "norm_type", "ZeroCenteredGatedNorm", "(other norms are not supported)")
+    expect(fields, "num_krope_heads", 1, "(other numbers are not supported)")
+    expect(fields, "attention_type", "LlamaLatentAttention", "(others are not supported)")
+    expect(fields, "output_gate_type", "sigmoid", "(others are not supported)")
+    return read_number(fields, "layernorm_gating_weight", 2.0)
+
+
 def _refuse_foreign_fields(fields: Fields, num_heads: int) -> None:
     expect(fields, "num_key_value_heads", num_heads, "(every head has its own expanded key)")
     expect(fields, "sliding_window", None, "for this model type")
-    expect(fields, "mla_use_output_gate", False, "(output gates are not supported)")
 
 
 def _refuse_other_bailing(fields: Fields) -> None:
@@ -287,9 +369,9 @@ def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool)
             )
     beta = read_number(rope_fields, "llama_4_scaling_beta", 0.0)
     original = read_integer(rope_fields, "original_max_position_embeddings") if beta else 0
-    scaled = family.scaled_latents and hidden_size > 0 and kv_lora_rank > 0
-    scale_q = scaled and read_flag(fields, "mla_scale_q_lora", True)
-    scale_latent = scaled and read_flag(fields, "mla_scale_kv_lora", True)
+    scale_q = scale_latent = False
+    if family.scaled_latents is not None and kv_lora_rank > 0:
+        scale_q, scale_latent = (read_flag(fields, name, True) for name in family.scaled_latents)
     num_layers = _num_layers(fields, family)
     return MLAConfig(
         model_type=family.reads_as or model_type,
@@ -309,7 +391,8 @@ def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool)
         latent_factor=(hidden_size / kv_lora_rank) ** 0.5 if scale_latent else 1.0,
         llama4_beta=beta,
         llama4_positions=original,
-        head_gate=family.head_gate,
+        output_gate=_output_gate(fields, family),
+        norm_gate=_norm_gate(fields, family),
         rope_norm=family.by_layer,
         indexer=_read_indexer(fields, family, num_layers),
     )

@@ -154,6 +154,32 @@ _KIMI_LINEAR = MLAConfig(
     rope=RopeConfig(kind="none"),
     latent_eps=1e-5,
 )
+_KIMI_K3 = replace(
+    _KIMI_LINEAR,
+    hidden_size=7168,
+    num_layers=93,
+    num_heads=96,
+    q_lora_rank=1536,
+    output_gate="element",
+)
+# These two: the defaults of the config classes of engines, as no config.json was at hand.
+_SARVAM = replace(
+    _V3,
+    model_type="sarvam_mla",
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=64,
+    q_lora_rank=None,
+    max_positions=131072,
+)
+_PANGU = replace(
+    _V3,
+    model_type="pangu_ultra_moe",
+    hidden_size=7680,
+    max_positions=131072,
+    rope=RopeConfig(theta=25.6e6),
+    latent_eps=1e-5,
+)
 _MISTRAL4 = MLAConfig(
     model_type="mistral4",
     hidden_size=4096,
@@ -238,6 +264,9 @@ PRESETS |= {
     "deepseek-v4-pro": _v4_pro(),
     "kimi-k2": replace(_V3, num_heads=64, max_positions=131072, rope=_YARN_KIMI),
     "kimi-linear": _KIMI_LINEAR,
+    "kimi-k3": _KIMI_K3,
+    "sarvam-105b": _SARVAM,
+    "pangu-ultra-moe": _PANGU,
     "glm-4.7-flash": replace(
         _GLM5,
         model_type="glm4_moe_lite",
@@ -275,4 +304,14 @@ PRESETS |= {
     "tiny-minicpm3": _tiny(PRESETS["minicpm3"]),
     "tiny-mistral4": _tiny(PRESETS["mistral-4"]),
     "tiny-kimi-linear": _tiny(PRESETS["kimi-linear"]),
+    "tiny-kimi-k3": _tiny(PRESETS["kimi-k3"]),
+    "tiny-gigachat3.5": replace(
+        _tiny(_LONGCAT),
+        model_type="gigachat3_5",
+        num_layers=3,
+        rope=RopeConfig(theta=100000.0),
+        latent_eps=1e-6,
+        output_gate="element",
+        norm_gate=2.0,
+    ),
 }

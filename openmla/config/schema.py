@@ -13,6 +13,7 @@ from openmla.errors import ConfigError, check_kind
 
 ROPE_KINDS = ("none", "default", "yarn", "longrope")
 PAIRINGS = ("pairs", "halves")
+OUTPUT_GATES = ("head", "element")
 # Far above every existing model. Memory depends on these dimensions (a tuple per layer, a table row
 # per position), so they are limited in case a config is damaged or made up.
 MAX_LAYERS = 100_000
@@ -74,6 +75,8 @@ class RopeConfig:
         attention_factor: multiplies cos and sin, instead of the magnitude that `kind` implies.
         short_factor: longrope: R/2 frequency divisors for short contexts.
         long_factor: longrope: R/2 frequency divisors for long contexts.
+        learned: whether the model multiplies the frequencies by R/2 learned factors, which
+            RopeTable takes as `alpha` (Mistral Large 4).
     """
 
     kind: str = "default"
@@ -89,6 +92,7 @@ class RopeConfig:
     attention_factor: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    learned: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in (*ROPE_KINDS, "external"):
@@ -183,6 +187,8 @@ class IndexerConfig:
         norm_eps: epsilon of the LayerNorm of keys.
         shared: per layer, True if it has no indexer and uses the previous layer's selection. Empty
             if every layer has one.
+        own_query: whether queries are projected from the hidden state, after a LayerNorm, and not
+            from the low-rank query of the attention (Mistral Large 4).
     """
 
     num_heads: int
@@ -192,6 +198,7 @@ class IndexerConfig:
     rope_side: str = "first"
     norm_eps: float = 1e-6
     shared: tuple[bool, ...] = ()
+    own_query: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "topk"):
@@ -272,8 +279,12 @@ class MLAConfig:
         llama4_beta: if not 0, the query at position p is multiplied by
             1 + llama4_beta * ln(1 + floor(p / llama4_positions)) (Mistral 4).
         llama4_positions: see llama4_beta.
-        head_gate: whether the output of each head is multiplied by the sigmoid of a projection of
-            the hidden state (Ling 3.0).
+        log_scale: whether the query of head h at position p is multiplied by s_h ln(p + 1) + b_h,
+            and those of the indexer too, with learned s and b (Mistral Large 4).
+        output_gate: "head" multiplies each head's output by the sigmoid of a projection of the
+            hidden state (Ling 3.0), "element" each element of it (Kimi K3). None: no gate.
+        norm_gate: if not 0, the latent norms multiply by 1 + weight, and then by norm_gate times
+            the sigmoid of a low-rank projection of the result (GigaChat 3.5).
         rope_norm: whether the R shared columns of a row are normalized before RoPE (dots3).
         window: how many keys a token attends to, the last ones, its own included (dots3). 0: all.
         indexer: the indexer of a sparse model.
@@ -283,6 +294,8 @@ class MLAConfig:
             compress ratio; the other fields then describe layer 0. layer() returns the config of a
             layer, which is what plans and ops take.
         layer_kinds: per layer, its index in `kinds`.
+        kv_sources: per layer, the layer whose rows it attends to: itself, or an earlier layer of
+            the same kind (Mistral Large 4). Empty if every layer has rows of its own.
     """
 
     model_type: str
@@ -302,7 +315,9 @@ class MLAConfig:
     latent_factor: float = 1.0
     llama4_beta: float = 0.0
     llama4_positions: int = 0
-    head_gate: bool = False
+    log_scale: bool = False
+    output_gate: str | None = None
+    norm_gate: float = 0.0
     rope_norm: bool = False
     window: int = 0
     indexer: IndexerConfig | None = None
@@ -310,6 +325,7 @@ class MLAConfig:
     softmax_scale: float | None = None
     kinds: tuple[MLAConfig, ...] = ()
     layer_kinds: tuple[int, ...] = ()
+    kv_sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "kv_lora_rank", "v_head_dim"):
@@ -325,6 +341,10 @@ class MLAConfig:
         for name in ("latent_eps", "q_factor", "latent_factor"):
             value = getattr(self, name)
             _require(_is_positive(value), name, "a positive number", value)
+        gate = self.output_gate
+        _require(gate in (None, *OUTPUT_GATES), "output_gate", "None, head or element", gate)
+        ok = self.norm_gate == 0 or _is_positive(self.norm_gate)
+        _require(ok, "norm_gate", "zero or a positive number", self.norm_gate)
         require_size("window", self.window, least=0, most=MAX_POSITIONS)
         alone = self.window == 0 or (self.indexer is None and self.compressor is None)
         _require(alone, "window", "0 with an indexer or a compressor", self.window)
@@ -337,6 +357,22 @@ class MLAConfig:
         if self.compressor is not None:
             self._check_compressor(self.compressor)
         self._check_kinds()
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        sources = self.kv_sources
+        _require(
+            len(sources) in (0, self.num_layers),
+            "kv_sources",
+            f"one per layer ({self.num_layers})",
+            f"{len(sources)} of them",
+        )
+        for layer, source in enumerate(sources):
+            known = _is_int(source) and 0 <= source <= layer and sources[source] == source
+            if known and self.kinds:
+                known = self.layer_kinds[source] == self.layer_kinds[layer]
+            what = "the layer itself, or an earlier one of its kind with rows of its own"
+            _require(known, f"kv_sources[{layer}]", what, source)
 
     def _check_kinds(self) -> None:
         numbered = range(len(self.kinds))
@@ -350,7 +386,7 @@ class MLAConfig:
         for kind in self.kinds:
             _require(not kind.kinds, "kinds", "configs of one kind each", kind)
             _require(kind.compressor is None, "kinds", "without a compressor", kind)
-            for name in ("model_type", "hidden_size", "num_layers", "max_positions"):
+            for name in ("model_type", "hidden_size", "num_layers", "max_positions", "kv_sources"):
                 mine, its = getattr(self, name), getattr(kind, name)
                 _require(mine == its, f"{name} of every kind", repr(mine), its)
 
@@ -376,7 +412,8 @@ class MLAConfig:
         )
 
     def _check_indexer(self, indexer: IndexerConfig) -> None:
-        known = self.q_lora_rank is not None or self.hidden_size == 0  # or the caller projects
+        known = self.q_lora_rank is not None or indexer.own_query
+        known = known or self.hidden_size == 0  # the caller projects
         _require(known, "q_lora_rank", "an integer when there is an indexer", None)
         _require(
             indexer.head_dim >= self.qk_rope_head_dim,
@@ -392,7 +429,9 @@ class MLAConfig:
         )
 
     def _check_compressor(self, compressor: CompressorConfig) -> None:
-        _require(not self.head_gate, "head_gate", "False with a compressor", self.head_gate)
+        for name in ("output_gate", "norm_gate"):
+            value = getattr(self, name)
+            _require(not value, name, "absent with a compressor", value)
         _require(
             len(compressor.ratios) == self.num_layers,
             "compress_ratios",
@@ -482,6 +521,11 @@ class MLAConfig:
             return 0
         require_size("layer", layer, least=0, most=self.num_layers - 1)
         return self.layer_kinds[layer]
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose rows a layer attends to. Draft (MTP) layers have their own."""
+        check_layer_number(layer, len(self.kv_sources))
+        return self.kv_sources[layer] if layer < len(self.kv_sources) else layer
 
     @property
     def every_kind(self) -> tuple[MLAConfig, ...]:

@@ -10,6 +10,7 @@ from openmla.cache import PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import UnsupportedError
 from openmla.layers.linear import apply_linear, wide_linear
+from openmla.layers.log_scale import LogScale
 from openmla.ops import index_write, rope
 from openmla.plan import Plan
 
@@ -24,10 +25,10 @@ class Indexer(nn.Module):
     def __init__(self, config: MLAConfig, *, hadamard: bool = False) -> None:
         super().__init__()
         config.check_layer("Indexer")
-        indexer, q_lora_rank = config.indexer, config.q_lora_rank
-        if indexer is None or q_lora_rank is None:
+        indexer = config.indexer
+        if indexer is None:
             raise UnsupportedError(f"Indexer: {config.model_type} has no indexer.")
-        if config.rope.kind not in ("default", "yarn"):
+        if config.rope.kind not in ("default", "yarn") and config.qk_rope_head_dim:
             raise UnsupportedError(f"Indexer: RoPE kind {config.rope.kind!r} is not supported.")
         self.config, self.indexer = config, indexer
         HI, DI = indexer.num_heads, indexer.head_dim
@@ -36,7 +37,11 @@ class Indexer(nn.Module):
                 f"Indexer: hadamard needs a head_dim of a power of two, got {DI}."
             )
         self.hadamard = hadamard
-        self.wq_b = nn.Linear(q_lora_rank, HI * DI, bias=False)
+        width = config.hidden_size if indexer.own_query else config.q_lora_rank
+        assert width is not None  # the config checks it
+        self.q_input_norm = nn.LayerNorm(width, eps=1e-6) if indexer.own_query else None
+        self.wq_b = nn.Linear(width, HI * DI, bias=False)
+        self.softmax_scaling = LogScale(HI) if config.log_scale else None
         self.wk = nn.Linear(config.hidden_size, DI, bias=False)
         self.k_norm = nn.LayerNorm(DI, eps=indexer.norm_eps)
         self.weights_proj = nn.Linear(config.hidden_size, HI, bias=False)
@@ -45,9 +50,9 @@ class Indexer(nn.Module):
     def forward(
         self,
         hidden: Tensor,  # [T, hidden_size]
-        q_resid: Tensor,  # [T, q_lora_rank], the normalized low-rank query
+        q_resid: Tensor | None,  # [T, q_lora_rank], the normalized low-rank query, if used
         positions: Tensor,  # [T] i64
-        table: Tensor,  # [num_positions, R] f32, the layer's RoPE table
+        table: Tensor | None,  # [num_positions, R] f32, the layer's RoPE table, if it has RoPE
         keys: PagedCache,
         plan: Plan,
     ) -> IndexInputs:
@@ -56,14 +61,23 @@ class Indexer(nn.Module):
         config, indexer = self.config, self.indexer
         HI, DI, R = indexer.num_heads, indexer.head_dim, config.qk_rope_head_dim
         start = 0 if indexer.rope_side == "first" else DI - R
+        if self.q_input_norm is not None:
+            q_resid = self.q_input_norm(hidden)
+        assert q_resid is not None
         q_idx = apply_linear(self.wq_b, q_resid, plan, "Indexer: wq_b").view(-1, HI, DI)
-        rope(
-            q_idx[:, :, start : start + R],
-            positions,
-            table,
-            pairing=indexer.pairing,
-            backend=plan.backend("rope"),
-        )
+        if self.softmax_scaling is not None:
+            q_idx = self.softmax_scaling(q_idx, positions)
+        if table is None:  # keys are then turned by an angle of 0
+            table = torch.eye(1, 2, dtype=torch.float32, device=hidden.device)
+            positions = torch.zeros_like(positions)
+        else:
+            rope(
+                q_idx[:, :, start : start + R],
+                positions,
+                table,
+                pairing=indexer.pairing,
+                backend=plan.backend("rope"),
+            )
         if self.hadamard:
             q_idx = hadamard_transform(q_idx)
         # Few outputs, so float32 is free.

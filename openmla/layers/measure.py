@@ -93,10 +93,10 @@ def calibrate_layer(
         hidden, positions, cache, plan = batch
         check_kind("calibrate", "cache", cache, LayerCache)
         check_kind("calibrate", "plan", plan, Plan)
-        weight = layer.kv_a_layernorm.weight
-        check_tokens("calibrate", hidden, positions, cache, plan, layer.config, weight)
-        projected, raw, _ = layer.project(hidden, positions, plan)
-        finish(raw, plan)
+        check_tokens("calibrate", hidden, positions, cache, plan, layer.config, layer.like)
+        projected, raw, _ = layer.project(hidden, positions, plan, cache)
+        if raw is not None:
+            finish(raw, plan)
         tokens = plan.num_tokens - plan.padding
         measured.see_step(Projected(*(part[:tokens] for part in projected)), layer.absorbed)
         seen = seen or tokens > 0

@@ -1,4 +1,4 @@
-"""MLAAttention: DeepSeek V2 to V3.2, Kimi, GLM, LongCat, Ling 3.0, MiniCPM3, Mistral 4, dots3."""
+"""MLAAttention: the attention layer of every MLA model except DeepSeek V4."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from openmla.attention import (
     select_step,
 )
 from openmla.attention.quantized import quantize_into
+from openmla.attention.write import read_rows, rotate
 from openmla.cache import LayerCache, LayerScales
 from openmla.cache.scales import kind_in_layer
 from openmla.config import MLAConfig, check_layer_number
@@ -31,7 +32,8 @@ from openmla.layers.eight_bits import (
 )
 from openmla.layers.indexer import Indexer
 from openmla.layers.linear import apply_linear
-from openmla.layers.norm import RMSNorm
+from openmla.layers.log_scale import LogScale
+from openmla.layers.norm import GatedNorm, RMSNorm, latent_norm
 from openmla.layers.output_proj import check_taken, output_buffers, output_format, project_output
 from openmla.layers.rope import RopeTable
 from openmla.layers.weights import (
@@ -56,6 +58,13 @@ def _into_place(kept: Tensor | None, fresh: Tensor) -> Tensor:
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(width, out, bias=bias).requires_grad_(False)
+
+
+def _rename_gate(layer: MLAAttention, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Load GigaChat 3.5's gate_proj as g_proj, as it is called in other checkpoints."""
+    name = f"{prefix}gate_proj.weight"
+    if layer.g_proj is not None and name in state:
+        state[f"{prefix}g_proj.weight"] = state.pop(name)
 
 
 def _take_scales(layer: MLAAttention, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -184,7 +193,7 @@ class MLAAttention(nn.Module):
                 f"MLAAttention: {config.model_type} has a compressor. Use MLAAttentionV4."
             )
         family = FAMILIES.get(config.model_type)
-        if family is not None and family.output_gate:
+        if family is not None and family.unknown_gate:
             raise UnsupportedError(
                 f"MLAAttention: the output gate of {config.model_type} is not supported. Use "
                 "attach()."
@@ -199,14 +208,27 @@ class MLAAttention(nn.Module):
             self.q_proj = _linear(hidden, H * E)
         else:
             self.q_a_proj = _linear(hidden, config.q_lora_rank, bias)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_eps)
+            self.q_a_layernorm = latent_norm(
+                config.q_lora_rank, config.latent_eps, config.norm_gate
+            )
             self.q_b_proj = _linear(config.q_lora_rank, H * E)
-        self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
-        self.kv_a_layernorm = RMSNorm(C, config.latent_eps)
+        self.reads = config.kv_source(layer)
+        self.kv_a_proj_with_mqa: nn.Module | None = None
+        self.kv_a_layernorm: RMSNorm | GatedNorm | None = None
+        if self.reads == layer:
+            self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
+            self.kv_a_layernorm = latent_norm(C, config.latent_eps, config.norm_gate)
+        # Cast and moved with the layer, for one that has no norm.
+        self.register_buffer("empty", torch.empty(0), persistent=False)
+        self.empty: Tensor
+        self.softmax_scaling = LogScale(H) if config.log_scale else None
         self.k_rope_only_layernorm = RMSNorm(R, config.latent_eps) if config.rope_norm else None
         self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj: nn.Module = _linear(H * config.v_head_dim, hidden, bias)
-        self.g_proj = _linear(hidden, H) if config.head_gate else None
+        self.g_proj: nn.Module | None = None
+        if config.output_gate is not None:
+            gates = H if config.output_gate == "head" else H * config.v_head_dim
+            self.g_proj = _linear(hidden, gates)
         self.rope_table: RopeTable | None = None
         if config.rope.kind != "none":
             self.rope_table = RopeTable.shared(rope_table, config.rope, R, config.max_positions)
@@ -215,6 +237,7 @@ class MLAAttention(nn.Module):
         self.register_buffer("kv_b_dense", None, persistent=False)
         self.kv_b_dense: Tensor | None
         self.scales: LayerScales | None = None
+        self.register_load_state_dict_pre_hook(_rename_gate)
         self.register_load_state_dict_pre_hook(_take_scales)
         # Data for absorbed_format="fp8", as bytes, which casts do not change.
         self.absorbed_format = absorbed_format
@@ -225,7 +248,12 @@ class MLAAttention(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the layer computes in: that of its norms. Linears may be quantized."""
-        return self.kv_a_layernorm.weight.dtype
+        return self.like.dtype
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the layer's dtype and device."""
+        return self.empty if self.kv_a_layernorm is None else self.kv_a_layernorm.weight
 
     @property
     def output_format(self) -> str | None:
@@ -302,12 +330,14 @@ class MLAAttention(nn.Module):
         return apply_linear(getattr(self, name), x, plan, f"MLAAttention: {name}")
 
     def project(
-        self, hidden: Tensor, positions: Tensor, plan: Plan
-    ) -> tuple[Projected, RawProjections, Tensor | None]:
+        self, hidden: Tensor, positions: Tensor, plan: Plan, cache: LayerCache | None = None
+    ) -> tuple[Projected, RawProjections | None, Tensor | None]:
         """Return the projections as views, the raw tensors they view, and the low-rank query, if
-        the model has one. The write normalizes and rotates the raw tensors."""
+        the model has one. The write normalizes and rotates the raw tensors. They are None if the
+        projections are finished: a gated norm does not fit there, and a layer without rows of its
+        own reads them from the cache."""
         config = self.config
-        T, P = hidden.shape[0], config.qk_nope_head_dim
+        T, P, C = hidden.shape[0], config.qk_nope_head_dim, config.kv_lora_rank
         q_resid = None
         if config.q_lora_rank is None:
             q = self._times("q_proj", hidden, plan)
@@ -315,23 +345,39 @@ class MLAAttention(nn.Module):
             q_resid = self.q_a_layernorm(self._times("q_a_proj", hidden, plan), plan.fixed_by)
             q = self._times("q_b_proj", q_resid, plan)
         q = q.view(T, config.num_heads, config.qk_head_dim)
-        latent = self._times("kv_a_proj_with_mqa", hidden, plan)
         if config.q_factor != 1:
             q = q * config.q_factor
         if config.llama4_beta:
             turns = (positions / config.llama4_positions).floor()
             q = q * (1 + config.llama4_beta * torch.log1p(turns))[:, None, None].to(q.dtype)
+        if self.softmax_scaling is not None:
+            q = self.softmax_scaling(q, positions)
         table = None if self.rope_table is None else self.rope_table.table
         if plan.rope_offsets is not None:
             positions = positions + plan.rope_offsets
-        C, norm = config.kv_lora_rank, self.kv_a_layernorm
+        norm = self.kv_a_layernorm
+        if norm is None:
+            assert cache is not None and cache.latent is not None
+            kv_c, k_pe = read_rows(cache.latent, plan, q.dtype).split_with_sizes(
+                (C, config.qk_rope_head_dim), -1
+            )
+            if table is not None:
+                rotate(q[:, :, P:], None, positions, table, config.rope.pairing, plan)
+            return Projected(q[:, :, :P], q[:, :, P:], kv_c, k_pe), None, q_resid
+        latent = self._times("kv_a_proj_with_mqa", hidden, plan)
+        projected = Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:])
         if self.k_rope_only_layernorm is not None:
             latent[:, C:] = self.k_rope_only_layernorm(latent[:, C:], plan.fixed_by)
-        raw = RawProjections(
-            q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,
-            factor=config.latent_factor,
-        )  # fmt: skip
-        return Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:]), raw, q_resid
+        if isinstance(norm, RMSNorm):
+            raw = RawProjections(
+                q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,
+                factor=config.latent_factor,
+            )  # fmt: skip
+            return projected, raw, q_resid
+        latent[:, :C] = norm(latent[:, :C], plan.fixed_by) * config.latent_factor
+        if table is not None:
+            rotate(projected.q_pe, projected.k_pe, positions, table, config.rope.pairing, plan)
+        return projected, None, q_resid
 
     def forward(
         self,
@@ -376,8 +422,13 @@ class MLAAttention(nn.Module):
             plan: same as in forward().
             selection: the selection of an earlier layer, for a layer without an indexer.
         """
-        weight = self.kv_a_layernorm.weight
-        check_tokens("MLAAttention", hidden, positions, cache, plan, self.config, weight)
+        check_tokens("MLAAttention", hidden, positions, cache, plan, self.config, self.like)
+        own = self.kv_a_layernorm is not None
+        if cache.latent is None and not own:
+            raise ConfigError(
+                f"MLAAttention: cache has no rows: this layer reads those of layer {self.reads}. "
+                "Call cache.reading(the cache of that layer)."
+            )
         if self.indexer is not None and cache.index is None:
             raise ConfigError(
                 "MLAAttention: cache has no index rows, and this layer has an indexer. Call "
@@ -397,22 +448,23 @@ class MLAAttention(nn.Module):
                     f"with quantized rows depends on the batch, got output={plan.output!r}."
                 )
         absorbed = self.absorbed
-        projected, raw, q_resid = self.project(hidden, positions, plan)
+        projected, raw, q_resid = self.project(hidden, positions, plan, cache)
         if self.indexer is not None:
-            assert q_resid is not None and cache.index is not None
+            assert cache.index is not None
             check_inputs(projected, absorbed, cache, plan)  # before the indexer writes
-            index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, plan)
+            table = None if self.rope_table is None else self.rope_table.table
+            index = self.indexer(hidden, q_resid, positions, table, cache.index, plan)
             selection = select_step(index, cache, plan)
         buffers = None
         if plan.output is not None:
             buffers = output_buffers(self.o_proj, plan.output, plan.num_tokens)
         direct = None if self.g_proj is not None else buffers
         out = attend_step(
-            projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
+            projected, absorbed, cache, plan, selection=selection, raw=raw, write=own, out=direct
         )
         if self.g_proj is not None:
             gate = torch.sigmoid(self._times("g_proj", hidden, plan).float()).to(out.dtype)
-            out = out * gate[:, :, None]
+            out = out * gate.view(*out.shape[:2], -1)
             if buffers is not None:
                 quantize_into(buffers, out, plan, {})
         if buffers is not None:

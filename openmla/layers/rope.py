@@ -23,14 +23,21 @@ class RopeTable(nn.Module):
         rope: the RoPE settings.
         R: the rotated columns.
         num_positions: rows of the table; longrope has twice as many.
+        alpha: [R/2] learned exponents, which multiply the frequencies by exp(alpha), where the
+            settings say that the model has them.
     """
 
     table: Tensor  # [num_positions, R] f32, longrope: twice as many rows
 
-    def __init__(self, rope: RopeConfig, R: int, num_positions: int) -> None:
+    def __init__(
+        self, rope: RopeConfig, R: int, num_positions: int, *, alpha: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.made_of = (rope, R, num_positions)
-        table = rope_table(*self.made_of)
+        if rope.learned != (alpha is not None):
+            what = "missing: the config has learned RoPE frequencies" if rope.learned else "unused"
+            raise ConfigError(f"rope: alpha is {what}. Pass RopeTable(alpha=...) for such models.")
+        self.made_of, self.alpha = (rope, R, num_positions), alpha
+        table = rope_table(*self.made_of, alpha)
         device = torch.get_default_device()
         if device.type != "meta":  # a meta layer keeps its table, whose values are known
             table = table.to(device)
@@ -56,20 +63,21 @@ class RopeTable(nn.Module):
         """Called by .to(), .cuda(), .half() and to_empty(): changes only the device."""
         device = fn(self.table.new_empty(0)).device
         if self.table.is_meta and device.type != "meta":
-            self.table = rope_table(*self.made_of)
+            self.table = rope_table(*self.made_of, self.alpha)
         self.table = self.table.to(device)
         return self
 
 
-def rope_table(rope: RopeConfig, R: int, num_positions: int) -> Tensor:
+def rope_table(rope: RopeConfig, R: int, num_positions: int, alpha: Tensor | None = None) -> Tensor:
     """Return [num_positions, R] f32 on the CPU: cos in the first half of a row, sin in the second.
 
     longrope has twice as many rows, the second half with the long factors. All math is in float32,
     as in training, and on the CPU, so that results are bitwise equal on every machine.
     """
     with torch.device("cpu"):
+        factor = 1.0 if alpha is None else alpha.detach().to("cpu", torch.float32).exp()
         tables = [
-            _cos_sin(frequencies, num_positions, rope.cos_sin_scale)
+            _cos_sin(frequencies * factor, num_positions, rope.cos_sin_scale)
             for frequencies in inverse_frequencies(rope, R)
         ]
         return torch.cat(tables)

@@ -90,7 +90,7 @@ def _eight_bits(plan: Plan) -> Line:
 def _output(plan: Plan, output: str) -> Line:
     """Which op writes the outputs of each form."""
     parts = [f"{group.form} by {group.end}" for group in plan.groups if len(group.requests)]
-    gated = ", after the gate" if plan.config.head_gate else ""
+    gated = ", after the gate" if plan.config.output_gate else ""
     return Line("output", f"{output}: {', '.join(parts) or 'no tokens'}{gated}")
 
 

@@ -324,7 +324,7 @@ def find_ends(
     output, C, V = needs.output, config.kv_lora_rank, config.v_head_dim
     ends = dict.fromkeys(("absorbed", "expanded", "chosen", "masked"), "quantize_out")
     problems = [quantize_out_problem(device, dtype, output)]
-    if config.head_gate or config.compressor is not None:  # inverse RoPE, then quantization
+    if config.output_gate or config.compressor is not None:  # inverse RoPE, then quantization
         return ends, problems
     if fuses and needs.reads:
         projecting = project_quantize_problem(

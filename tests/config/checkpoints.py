@@ -234,6 +234,29 @@ _KIMI_LINEAR: Json = {
     "model_max_length": 1048576,
     "rms_norm_eps": 1e-05,
 }
+_KIMI_K3: Json = {
+    **_KIMI_LINEAR,
+    "hidden_size": 7168,
+    "num_hidden_layers": 93,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 96,
+    "q_lora_rank": 1536,
+    "mla_use_output_gate": True,
+    "max_position_embeddings": 1048576,
+}
+_SARVAM: Json = {
+    **_V3,
+    "architectures": ["SarvamMLAForCausalLM"],
+    "model_type": "sarvam_mla",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": None,
+    "max_position_embeddings": 131072,
+    "use_qk_norm": True,
+    "rope_scaling": {**_yarn(40, 4096, 1.0), "type": "deepseek_yarn"},
+}
 _TINY_Q: Json = {**_TINY, "q_lora_rank": 16}
 _TINY_INDEX: Json = {**_TINY_Q, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 32}
 
@@ -283,6 +306,17 @@ CHECKPOINTS: dict[str, Json] = {
         "rope_scaling": _yarn(32.0, 4096, 1.0, beta_fast=1.0, beta_slow=1.0),
     },
     "kimi-linear": _KIMI_LINEAR,
+    "kimi-k3": _KIMI_K3,
+    "sarvam-105b": _SARVAM,
+    "pangu-ultra-moe": {
+        **_without(_V3, "rope_scaling"),
+        "architectures": ["PanguUltraMoEForCausalLM"],
+        "model_type": "pangu_ultra_moe",
+        "hidden_size": 7680,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 25600000,
+    },
     "glm-4.7-flash": {
         "model_type": "glm4_moe_lite",
         "hidden_size": 2048,
@@ -357,6 +391,21 @@ CHECKPOINTS: dict[str, Json] = {
     },
     "tiny-mistral4": {**_MISTRAL4, **_TINY_Q},
     "tiny-kimi-linear": {**_KIMI_LINEAR, **_TINY},
+    "tiny-kimi-k3": {**_KIMI_K3, **_TINY_Q},
+    "tiny-gigachat3.5": {
+        **_TINY_Q,
+        "architectures": ["GigaChat35ForCausalLM"],
+        "model_type": "gigachat3_5",
+        "head_dim": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 100000.0,
+        "norm_type": "ZeroCenteredGatedNorm",
+        "layernorm_gating_weight": 2.0,
+        "gated_attention": True,
+        "use_mla_scaling_factor": True,
+        "full_attention_layers": [1],
+    },
 }
 
 # The fields of a flat checkpoint of dots3; every number of sliding layers differs from the others'.
@@ -389,4 +438,31 @@ DOTS3_TINY: Json = {
     "sliding_window_size": 12,
     "rms_norm_eps": 1e-05,
     "max_position_embeddings": 512,
+}
+
+MISTRAL_LARGE4_TINY: Json = {
+    "model_type": "mistral_large4_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    "no_rope_layer_interval": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 1.0,
+    },
 }

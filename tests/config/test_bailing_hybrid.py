@@ -25,7 +25,7 @@ def test_ling_3_is_read() -> None:
         v_head_dim=128,
         max_positions=131072,
         rope=RopeConfig(theta=6e6),
-        head_gate=True,
+        output_gate="head",
     )
 
 
@@ -71,5 +71,5 @@ def test_other_models_of_that_name_are_refused(changes: dict[str, Any], message:
 
 
 def test_no_gate_where_no_layer_has_one() -> None:
-    with pytest.raises(ConfigError, match="head_gate must be False with a compressor, got True"):
-        replace(PRESETS["tiny-v4"], head_gate=True)
+    with pytest.raises(ConfigError, match="output_gate must be absent with"):
+        replace(PRESETS["tiny-v4"], output_gate="head")

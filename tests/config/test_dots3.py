@@ -28,7 +28,7 @@ INDEXED = MLAConfig(
     latent_eps=1e-5,
     q_factor=(64 / 48) ** 0.5,
     latent_factor=(64 / 32) ** 0.5,
-    head_gate=True,
+    output_gate="head",
     rope_norm=True,
     indexer=IndexerConfig(16, 16, 16, pairing="pairs"),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import openmla
-from openmla.config.families import FAMILIES, MODEL_TYPES, REFUSED, SUPPORTED
+from openmla.config.families import FAMILIES, MODEL_TYPES, NO_CLASS, REFUSED, SUPPORTED
 
 PACKAGE = Path(openmla.__file__).parent
 ROOMS = ("config", "cache", "plan", "attention", "layers", "integrations")
@@ -27,8 +27,11 @@ def test_a_family_is_named_in_one_place(path: Path) -> None:
 
 def test_every_model_type_is_read_attached_or_refused() -> None:
     assert {*FAMILIES, *REFUSED} == set(MODEL_TYPES) and not set(FAMILIES) & set(REFUSED)
+    elsewhere = {name for name, family in FAMILIES.items() if family.unattached == NO_CLASS}
+    assert elsewhere == {"gigachat3_5", "pangu_ultra_moe", "sarvam_mla"}
     # the others are known to transformers under the name that they are read as
-    assert list(SUPPORTED) == sorted(set(FAMILIES) - {"dots3_note", "kimi_k2"})
+    refused = {name for name, family in FAMILIES.items() if family.unattached}
+    assert list(SUPPORTED) == sorted(set(FAMILIES) - refused - {"dots3_note", "kimi_k2"})
     assert all(family.reads_as in ("", *SUPPORTED) for family in FAMILIES.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.config.checkpoints import CHECKPOINTS, DOTS3_TINY
+from tests.config.checkpoints import CHECKPOINTS, DOTS3_TINY, MISTRAL_LARGE4_TINY
 from tests.layers.families import FAMILIES as ATTENTION
 
 VOCAB = 97
@@ -226,6 +226,37 @@ def make_dots3(seed: int = 0, **changes: Any) -> Any:
             parameter.copy_(noise * parameter.shape[-1] ** -0.5)
         else:
             parameter.add_(0.2 * noise)
+    return model
+
+
+def make_mistral_large4(seed: int = 0, **changes: Any) -> Any:
+    """Layers with and without RoPE; norms, query scales and RoPE factors are random too."""
+    import pytest
+    from transformers import CONFIG_MAPPING
+
+    text = CONFIG_MAPPING["mistral_large4_text"] if "mistral_large4" in CONFIG_MAPPING else None
+    if not hasattr(text, "kv_sharing_modes"):
+        pytest.skip("mistral_large4 needs transformers 5.23")
+    from transformers import MistralLarge4Config, MistralLarge4ForConditionalGeneration
+
+    config = MistralLarge4Config(
+        text_config={**MISTRAL_LARGE4_TINY, **OUTSIDE, **changes},
+        vision_config=_PIXTRAL,
+        image_token_index=90,
+    )
+    torch.manual_seed(seed)
+    model = MistralLarge4ForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() > 1:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        elif "softmax_scaling" in name:  # 0 and 1 as they are made
+            parameter.copy_(0.3 * torch.rand_like(parameter) + (1 if "bias" in name else 0))
+        else:
+            parameter.add_(0.2 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("rotary_emb.alpha"):
+            buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 

@@ -26,7 +26,7 @@ FULL = MLAConfig(
     latent_eps=1e-5,
     q_factor=(64 / 48) ** 0.5,
     latent_factor=(64 / 32) ** 0.5,
-    head_gate=True,
+    output_gate="head",
     rope_norm=True,
 )
 INDEXED = replace(FULL, indexer=IndexerConfig(16, 16, K, pairing="pairs"))

@@ -115,7 +115,7 @@ class Latent(serving.Server):
         indexer, selection = layer.config.indexer, None
         chosen = torch.full((T, 0 if indexer is None else indexer.topk), -1, dtype=torch.int32)
         if layer.indexer is not None:
-            assert q_resid is not None and self.cache.index is not None
+            assert q_resid is not None and raw is not None and self.cache.index is not None
             table = raw.table
             assert table is not None
             index = layer.indexer(hidden, q_resid, positions, table, self.cache.index, plan)

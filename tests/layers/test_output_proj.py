@@ -25,7 +25,7 @@ from tests.plan.groups import ends_of
 
 DENSE = replace(PRESETS["tiny-v3"], v_head_dim=32)  # H * V = 128, hidden 64
 SPARSE = replace(PRESETS["tiny-v3.2"], v_head_dim=32)
-GATED = replace(DENSE, head_gate=True)
+GATED = replace(DENSE, output_gate="head")
 
 
 class FP8Linear(nn.Linear):

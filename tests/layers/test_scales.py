@@ -44,6 +44,7 @@ STEPS: list[list[tuple[str, int]]] = [
 def scaled_layer(layer: MLAAttention, factor: float) -> MLAAttention:
     """Latents times `factor`, and nothing else."""
     twin = deepcopy(layer)
+    assert twin.kv_a_layernorm is not None
     twin.kv_a_layernorm.weight.mul_(factor)
     twin.kv_b_proj.weight.mul_(1 / factor)  # type: ignore[operator]
     return twin

@@ -52,7 +52,7 @@ def test_ends() -> None:
     assert set(ends_of(planned(None)).values()) == {""}
     assert "quantize_out" not in planned(None).backends
     for options in ({"form": "absorbed"}, {"form": "expanded", "workspace_tokens": 4}):
-        gated = planned("fp8", config=replace(DENSE, head_gate=True), **options)
+        gated = planned("fp8", config=replace(DENSE, output_gate="head"), **options)
         assert set(ends_of(gated).values()) == {"quantize_out"}
 
 

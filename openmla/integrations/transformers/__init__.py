@@ -8,8 +8,8 @@ the function in the model's config. Each module's expand_kv is shadowed on the i
 paged layer has stored latents, they stay latents. No class is patched and no parameter is copied.
 
 Sparse models (with an indexer) score every key in one matrix and expand every cached latent in
-every step (transformers 5.17 caches them expanded). Their indexers are watched: see indexer.py.
-DeepSeek V4's compressors are shadowed: see compressed.py.
+every step (5.17 caches them expanded; every later version caches latents). Their indexers are
+watched: see indexer.py. DeepSeek V4's compressors are shadowed: see compressed.py.
 """
 
 from __future__ import annotations

@@ -252,9 +252,15 @@ class Attachment:
         return any(kind.indexer is not None or kind.window > 0 for kind in kinds)
 
     @property
+    def num_rows(self) -> int:
+        """How many layers have rows of their own."""
+        numbers = [int(module.layer_idx) for module in self.modules]  # type: ignore[arg-type]
+        return sum(self.config.kv_source(number) == number for number in numbers)
+
+    @property
     def awaits_scales(self) -> bool:
         """Whether the first pass still has to measure the scales of some layers."""
-        return self.first_scales and len(self.scales) < len(self.modules)
+        return self.first_scales and len(self.scales) < self.num_rows
 
     def is_followed(self) -> bool:
         """Whether modules and config still ask for causal attention with the same softmax scale."""
@@ -335,6 +341,10 @@ class Attachment:
             kept = self.caches.get(layer)
             if kept is None:
                 kept = self._new_cache(layer, format, device)
+            source = self.config.kv_source(layer)
+            if source != layer:
+                kept = self.caches[layer] = self._grown(layer, kept)
+                return kept.reading(self.cache(source, device, dtype))
             rows = kept.latent or kept.window
             assert rows is not None
             if rows.format != format or rows.data.device != device:
@@ -349,6 +359,15 @@ class Attachment:
                 kept = self._new_cache(layer, format, device)
             kept = self.caches[layer] = self._grown(layer, kept)
             return kept
+
+    def with_index(self, cache: LayerCache, device: torch.device, dtype: torch.dtype) -> LayerCache:
+        """Return a layer's cache with the indexer keys of a layer that selects keys, to plan with,
+        if layers of several kinds share a selection. A plan depends on sizes only."""
+        for module in self.modules if self.config.kinds else ():
+            if module.indexer is not None and next(module.parameters()).device == device:
+                selecting = self.cache(int(module.layer_idx), device, dtype)  # type: ignore[arg-type]
+                return replace(cache, index=selecting.index)
+        return cache
 
     def _holds_nothing(self) -> bool:
         """Whether no row that was cached before the current pass will be read."""
@@ -382,13 +401,15 @@ class Attachment:
         """Carry out the copies of take() in every layer, then move rows from slot to slot."""
         for layer, kept in self.caches.items():
             cache = self.caches[layer] = self._grown(layer, kept)
+            if not cache.parts:
+                continue
             v4 = self.config.compressor is not None
             with self.using_caches(cache.parts[0].data.device):
                 cache.copy_blocks(*(copies if v4 else (copies[self.lifetime(layer)],)))
                 if sources is not None and targets is not None:
-                    assert cache.latent is not None  # V4 does not move rows
                     config = self.config.layer(layer)
-                    cache.latent.move_rows(sources, targets, config.latent_dim)
+                    if cache.latent is not None:
+                        cache.latent.move_rows(sources, targets, config.latent_dim)
                     if cache.index is not None:
                         assert config.indexer is not None
                         cache.index.move_rows(sources, targets, config.indexer.head_dim)

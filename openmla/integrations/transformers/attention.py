@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Projected, Selection, attend_step, select_step
+from openmla.attention import (
+    Projected,
+    Selection,
+    attend_step,
+    carry_selection,
+    select_step,
+)
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.compressed import attend_v4
@@ -79,6 +85,8 @@ def openmla_attention(
         session.begin(B, S, attention_mask, packed)
     layer.steps = session.steps
     layer.columns += S
+    if layer.latents is None:  # a layer without rows of its own is given another layer's
+        layer.latents = (key, value)
     with attachment.using_caches(query.device):
         out = _attend(attachment, module, layer, query, s_aux)
     if module is attachment.modules[-1]:
@@ -129,6 +137,7 @@ def _attend(
     attachment: Attachment, module: nn.Module, layer: PagedLayer, query: Tensor, sink: Tensor | None
 ) -> Tensor:  # [T, H, V], without padding tokens
     session, config = layer.session, attachment.config.layer(layer.layer)
+    owns = attachment.config.kv_source(layer.layer) == layer.layer
     if config.compressor is not None:
         assert sink is not None  # every V4 module has one
         return attend_v4(layer, query, sink)
@@ -141,20 +150,29 @@ def _attend(
     q_nope, q_pe = q.split_with_sizes((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
     absorbed = session.absorbed(module, layer.layer, query.dtype)
     projected = Projected(q_nope, q_pe, kv_c, k_pe)
-    measure_step(session, layer.layer, projected, absorbed)
+    if owns:
+        measure_step(session, layer.layer, projected, absorbed)
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(layer.layer, cache, query.device, query.dtype)
     index = None
     if layer.index_keys is not None:
         index = attachment.watches[layer.layer].take(layer.index_keys, picked)
         layer.index_keys = None
-        session.selection = select_step(index, cache, plan)
-    selection = session.selection
+        session.selection, session.selected_by = select_step(index, cache, plan), plan
+    selection = None if config.indexer is None else session.selection
+    made_with = session.selected_by
+    if made_with is not None and made_with.slot_mapping.device == query.device:
+        selection = carry_selection(selection, made_with, cache, plan)
     if module is attachment.modules[-1]:
         session.selection = None  # do not keep it alive in the cache
     if sink is not None:
         sink = sink.float()
     if selection is not None and selection.positions.device != query.device:
+        if attachment.config.kinds:
+            raise UnsupportedError(
+                f"attach: layer {layer.layer} must be on {selection.positions.device}, the device "
+                "of the layer whose selection it shares. Put all layers on one device."
+            )
         assert plan.select is not None  # the same step, planned for another device
         selection = Selection(
             selection.positions.to(query.device),
@@ -162,7 +180,7 @@ def _attend(
             selection.rows.to(query.device),
             plan.select.row_lens,
         )
-    out = attend_step(projected, absorbed, cache, plan, selection=selection, sink=sink)
+    out = attend_step(projected, absorbed, cache, plan, selection=selection, sink=sink, write=owns)
     if attachment.watcher is not None:
         rows = torch.cat([kv_c, k_pe], dim=-1)
         attachment.tell(layer.layer, q, rows, cache, plan, index, selection, out)

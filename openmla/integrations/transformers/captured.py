@@ -210,25 +210,32 @@ class CapturedDecode:
         """Write the step's plan into the buffers of each kind of layer."""
         assert session.dtype is not None
         session.plans = {}
+        found = self._of_a_kind(layers, caches, session.dtype)
         rings = [
             each.get("window_table", each["block_table"])
             for kind, each in buffers.items()
-            if self.attachment.config.layer(self._of_a_kind(layers, caches)[kind][0]).sliding_window
+            if self.attachment.config.layer(found[kind][0]).sliding_window
         ]
         if rings:  # the number of ring columns is fixed in the graph
             session.describe(window_columns=rings[0].shape[1])
-        for kind, (layer, cache) in self._of_a_kind(layers, caches).items():
+        for kind, (layer, cache) in found.items():
             session.plan(layer, cache, device, session.dtype, into=buffers[kind])
 
     def _of_a_kind(
-        self, layers: list[PagedLayer], caches: list[LayerCache]
+        self, layers: list[PagedLayer], caches: list[LayerCache], dtype: torch.dtype
     ) -> dict[int, tuple[int, LayerCache]]:
-        """The first layer of each kind, and its cache."""
+        """The first layer of each kind, and its cache, to plan with."""
         numbers = [paged.layer for paged in layers]
         kinds = map(self.attachment.config.kind, numbers)
         found: dict[int, tuple[int, LayerCache]] = {}
         for kind, number, cache in zip(kinds, numbers, caches, strict=True):
-            found.setdefault(kind, (number, cache))
+            if kind not in found:
+                own = self.attachment.config.layer(number)
+                if own.indexer is not None and own.compressor is None and cache.index is None:
+                    assert cache.latent is not None
+                    rows = cache.latent.data
+                    cache = self.attachment.with_index(cache, rows.device, dtype)
+                found[kind] = number, cache
         return found
 
     def _pass(
@@ -259,10 +266,11 @@ class CapturedDecode:
         # recaptured
         blocks = 1 << (needed - 1).bit_length()
         config = self.attachment.config
+        assert session.dtype is not None
         with torch.inference_mode(False):  # written repeatedly, with and without inference mode
             buffers: dict[int, dict[str, Tensor]] = {}
             sizes = {"max_requests": B, "max_tokens": B, "max_blocks": blocks}
-            for kind, (layer, cache) in self._of_a_kind(layers, caches).items():
+            for kind, (layer, cache) in self._of_a_kind(layers, caches, session.dtype).items():
                 own, ranks = config.layer(layer), self.attachment.ranks
                 sizes["max_blocks"] = self.attachment.ring_columns if own.window else blocks
                 if ranks is not None:

@@ -42,6 +42,15 @@ def check_model(model: nn.Module, options: AttachOptions) -> Attachment:
     text_config = supported_text_config(text_config, "attach")
     modules = _attention_modules(model, str(text_config.model_type))
     config = _as_the_modules_are(read_config(text_config, rotated=True), modules)
+    if config.log_scale and not hasattr(text_config, "kv_sharing_modes"):
+        raise UnsupportedError(
+            f"attach: {config.model_type} is supported with transformers 5.23 or newer."
+        )
+    if config.output_gate != FAMILIES[config.model_type].output_gate:
+        raise UnsupportedError(
+            f"attach: output gate {config.output_gate!r} is not supported: the {config.model_type} "
+            "class of transformers does not apply it. Build the model with MLAAttention."
+        )
     for module in modules:
         check_scaling(module.scaling, config.layer(module.layer_idx))  # type: ignore[arg-type]
         if not getattr(module, "is_causal", True):
@@ -206,8 +215,9 @@ def supported_text_config(config: Any, who: str) -> Any:
     model_type, around = str(text_config.model_type), ""
     if text_config is not config:
         around = f", the text model of {config.model_type},"
-    if model_type in REFUSED:
-        reason = REFUSED[model_type]
+    family = FAMILIES.get(model_type)
+    reason = REFUSED.get(model_type, "") if family is None else family.unattached
+    if reason:
         raise UnsupportedError(f"{who}: {model_type}{around} is not supported: {reason}.")
     if model_type not in SUPPORTED:
         raise UnsupportedError(

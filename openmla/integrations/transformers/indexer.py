@@ -40,8 +40,9 @@ class IndexerWatch:
             handle.remove()
 
     def _follow(self, indexer: nn.Module) -> None:
-        """Hook the two linears, again if an adapter has replaced one."""
-        for name, keep in (("wq_b", self._keep_query), ("weights_proj", self._keep_weights)):
+        """Hook the modules that make query and weights, again if an adapter has replaced one."""
+        query = "softmax_scaling" if self.attachment.config.layer(self.layer).log_scale else "wq_b"
+        for name, keep in ((query, self._keep_query), ("weights_proj", self._keep_weights)):
             linear = getattr(indexer, name)
             known = self.followed.get(name)
             if known is not None and known[0] is linear:
@@ -55,7 +56,10 @@ class IndexerWatch:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._follow(module)
-        rotation = kwargs["position_embeddings"] if len(args) < 3 else args[2]
+        indexer = self.attachment.config.layer(self.layer).indexer
+        assert indexer is not None
+        place = 1 if indexer.own_query else 2  # without the low-rank query before it
+        rotation = args[place] if len(args) > place else kwargs["position_embeddings"]
         self.attachment.current.index_rotation = rotation
 
     def _keep_query(self, module: nn.Module, args: Any, out: Tensor) -> None:
@@ -74,10 +78,10 @@ class IndexerWatch:
         if rotation is None or query is None or weights is None:
             raise UnsupportedError(
                 "attach: this version of transformers calls the indexer in another way than the "
-                "supported versions, 5.17 to 5.22. Install one of these."
+                "supported versions, 5.17 to 5.23. Install one of these."
             )
         HI, DI = indexer.num_heads, indexer.head_dim
-        q_idx = self._rotated(query.unflatten(-1, (HI, DI)), rotation).flatten(0, 1)
+        q_idx = self._rotated(query.view(*query.shape[:2], HI, DI), rotation).flatten(0, 1)
         wide = torch.promote_types(q_idx.dtype, torch.float32)
         w_idx = weights.flatten(0, 1).to(wide) * (HI**-0.5 * DI**-0.5)
         keys = k_idx.flatten(0, 1)
@@ -91,6 +95,8 @@ class IndexerWatch:
         config = self.attachment.config.layer(self.layer)
         indexer, R = config.indexer, config.qk_rope_head_dim
         assert indexer is not None
+        if R == 0:
+            return q
         cos, sin = (part.unsqueeze(2) for part in rotation)
         if indexer.rope_side == "first":
             turned, rest = q[..., :R], q[..., R:]

@@ -139,9 +139,11 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
             raise ConfigError(
                 "attach: this cache belongs to another attached model. Make a new one."
             )
-        attachment.current.awaited = present
+        _expect_rows(attachment, present)
         return
-    if present.is_initialized and present.get_seq_length() > 0:
+    reads = attachment.config.kv_source(layer) != layer
+    dummy = reads and type(present).__name__ == "DummyLayer"  # since transformers 5.23
+    if not dummy and present.is_initialized and present.get_seq_length() > 0:
         raise ConfigError(
             f"attach: this cache has {present.get_seq_length()} tokens from before attach(). Make "
             "a new one."
@@ -149,7 +151,7 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
     # V4's own layers are windows together with a compressor's state
     windowed = attachment.config.layer(layer).sliding_window > 0
     usual = type(present) in (DynamicLayer, DynamicIndexedLayer)
-    if not usual and not (windowed and isinstance(present, DynamicSlidingWindowLayer)):
+    if not (usual or dummy) and not (windowed and isinstance(present, DynamicSlidingWindowLayer)):
         raise UnsupportedError(
             f"attach: caches of {type(present).__name__} are not supported. Remove "
             "cache_implementation, or pass a DynamicCache(): its rows go to a paged pool, whose "
@@ -157,4 +159,13 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
         )
     session = next((entry.session for entry in past.layers if isinstance(entry, PagedLayer)), None)
     fresh = PagedLayer(session or Session(attachment), layer)
-    past.layers[layer] = attachment.current.awaited = fresh
+    past.layers[layer] = fresh
+    _expect_rows(attachment, fresh)
+
+
+def _expect_rows(attachment: Attachment, paged: PagedLayer) -> None:
+    """Note which layer's module attends next. It stores rows first, if they are its own."""
+    if attachment.config.kv_source(paged.layer) == paged.layer:
+        attachment.current.awaited = paged
+    else:
+        attachment.current.storing = paged

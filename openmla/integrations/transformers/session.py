@@ -72,6 +72,7 @@ class Session:
         self.plans: dict[tuple[torch.device, int], Plan] = {}  # by device and kind of layer
         self.dtype: torch.dtype | None = None  # dtype of the last queries
         self.selection: Selection | None = None  # from the last layer that selected keys
+        self.selected_by: Plan | None = None  # with this plan
         self.fresh = True  # the current pass is the first over its requests
         self.unfinished = False  # a pass has begun, and its last layer has not attended
         weakref.finalize(self, attachment.drop, self.requests)
@@ -409,6 +410,8 @@ class Session:
         self.dtype = dtype
         if key not in self.plans:
             config = self.attachment.config.layer(layer)
+            if config.indexer is not None and config.compressor is None and cache.index is None:
+                cache = self.attachment.with_index(cache, device, dtype)
             if config.indexer is not None and config.compressor is None and cache.index is None:
                 raise UnsupportedError(
                     f"attach: the first layer on {device} must have its own indexer. Move it to "
