@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from openmla import ConfigError, UnsupportedError, attach, detach
 from openmla.integrations.transformers import attachment_of
 from openmla.parallel import Ranks
-from tests.integrations.models import VOCAB, make_model, make_sparse, make_v4
+from tests.integrations.models import VOCAB, make_dots3, make_model, make_sparse, make_v4
 from tests.parallel.processes import Processes
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -249,6 +249,13 @@ def refused(rank: int) -> None:
         model(ids[:, :1], attention_mask=mask, past_key_values=past)
 
 
+def refused_windows(rank: int) -> None:
+    model = make_dots3()
+    with pytest.raises(ConfigError, match="ranks must be None for layers with a window of 12"):
+        attach(model, group=dist.group.WORLD)
+    assert not any(hasattr(module, "openmla") for module in model.modules())
+
+
 def copied(rank: int) -> None:
     """A copied model has the same ranks; what is saved would have none."""
     ids, mask = prompts(1, 20)
@@ -265,3 +272,9 @@ def test_copies(two_ranks: Processes) -> None:
 
 def test_attach_over_ranks_raises_for_what_it_cannot_shard(two_ranks: Processes) -> None:
     two_ranks.run(refused)
+
+
+def test_attach_over_ranks_raises_for_windows(two_ranks: Processes) -> None:
+    if "dots3_note_text" not in pytest.importorskip("transformers").CONFIG_MAPPING:
+        pytest.skip("this transformers has no dots3_note_text")
+    two_ranks.run(refused_windows)

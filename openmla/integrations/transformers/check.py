@@ -153,7 +153,8 @@ def _check_options(options: AttachOptions, config: MLAConfig, block_size: int) -
     check_kind("attach", "batch_invariant", options.batch_invariant, bool)
     asked = PlanOptions(query_dtype=options.query_dtype, prefill_dtype=options.prefill_dtype)
     for kind in config.every_kind:
-        check_combination("attach", Combination(asked, kind))
+        over_ranks = options.group is not None
+        check_combination("attach", Combination(asked, kind, over_ranks=over_ranks))
     if options.absorbed_format is not None and config.compressor is not None:
         raise ConfigError(
             f"attach: absorbed_format must be None for {config.model_type}, which has no "
