@@ -149,7 +149,8 @@ class MLAAttention(nn.Module):
             and whether a sparse layer has an indexer, or shares the selection of an earlier layer.
         hadamard: whether the indexer rotates queries and keys by a Hadamard matrix. Read a cache
             the way it was written.
-        rope_table: the RopeTable of another layer, to share its memory.
+        rope_table: the RopeTable of another layer, to share its memory. Models with learned RoPE
+            frequencies need RopeTable(config.rope, R, config.max_positions, alpha=...).
         absorbed_format: "fp8" multiplies absorbed tokens by w_uk and w_uv in e4m3. They are the
             weights of an fp8 kv_b_proj, or a copy with one scale per head, whose relative error is
             `absorbed_error`.
@@ -393,7 +394,8 @@ class MLAAttention(nn.Module):
         Args:
             hidden: [T, hidden_size] hidden states of the plan's tokens, in the layer's dtype.
             positions: [T] int64 position of each token in its sequence.
-            cache: the layer's cache.
+            cache: the layer's cache. A layer that reads the rows of an earlier layer takes its own
+                cache with those rows: cache.reading(the cache of that layer).
             plan: the plan of the step.
 
         Returns:
@@ -420,7 +422,8 @@ class MLAAttention(nn.Module):
             positions: same as in forward().
             cache: same as in forward().
             plan: same as in forward().
-            selection: the selection of an earlier layer, for a layer without an indexer.
+            selection: the selection of an earlier layer, for a layer without an indexer. Between
+                layers of two kinds, which have two plans, use carry_selection().
         """
         check_tokens("MLAAttention", hidden, positions, cache, plan, self.config, self.like)
         own = self.kv_a_layernorm is not None

@@ -164,7 +164,7 @@ def _attend(
     if made_with is not None and made_with.slot_mapping.device == query.device:
         selection = carry_selection(selection, made_with, cache, plan)
     if module is attachment.modules[-1]:
-        session.selection = None  # do not keep it alive in the cache
+        session.selection = session.selected_by = None  # do not keep them alive in the cache
     if sink is not None:
         sink = sink.float()
     if selection is not None and selection.positions.device != query.device:

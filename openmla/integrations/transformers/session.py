@@ -129,7 +129,8 @@ class Session:
         """Drop everything: a pass ended midway, and the layers hold different tokens."""
         self._free()
         self.attachment.current.session = None
-        self.plans, self.batches, self.picked, self.selection = {}, [], None, None
+        self.plans, self.batches, self.picked = {}, [], None
+        self.selection = self.selected_by = None
         self.placed = {}
 
     def _free(self) -> None:
