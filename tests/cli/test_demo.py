@@ -82,7 +82,7 @@ def test_the_held_out_text_is_python() -> None:
 def test_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """bf16 rows are as good as fp32 ones, fp8 rows nearly; the plot is drawn."""
     picture = tmp_path / "bits.png"
-    arguments = ["eval", "--model", "demo", "--attention", "dense", "--context", "1024"]
+    arguments = ["eval", "--model", "demo", "--attention", "dense", "--context", "512"]
     assert main([*arguments, "--windows", "6", "--plot", str(picture)]) == 0
     captured = capsys.readouterr()
     bits = {

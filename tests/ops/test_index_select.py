@@ -292,8 +292,6 @@ def test_bad_input(changes: dict[str, Any], message: str) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match=r"format 'bf16' is not known for index rows\. Known: "):
         broken(make(BASE, K=9), format="bf16").run(index_select, backend="reference")
-    with pytest.raises(ConfigError, match="index_select: backend 'cuda' is not known"):
-        make(BASE, K=9).run(index_select, backend="cuda")
 
 
 def test_cost() -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import mqa_sparse
 from openmla.testing import SparseCase, SparseInputs
+from tests.ops.contract import put
 from tests.ops.mqa_sparse_cases import POSITIONS, SINKS, WINDOW
 
 PAIR = SparseCase("pair", (1, 1, 1), (33, 7, 70), WINDOW, POSITIONS, sink=SINKS)
@@ -30,15 +29,6 @@ def _broken(**changes: Any) -> SparseInputs:
     return inputs
 
 
-def _put(index: int, value: int) -> Callable[[Tensor], Tensor]:
-    def change(tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        tensor[index] = value
-        return tensor
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -49,9 +39,9 @@ def _put(index: int, value: int) -> Callable[[Tensor], Tensor]:
         ({"positions": lambda t: t[:2]}, "positions must be [T] with T=3, got (2,)"),
         ({"positions": lambda t: t.to("meta")}, "positions must be on cpu, got meta"),
         ({"query_start_loc": lambda t: t.long()}, "query_start_loc must be int32"),
-        ({"query_start_loc": _put(0, 1)}, "query_start_loc must start with 0"),
-        ({"query_start_loc": _put(1, 3)}, "query_start_loc must not fall"),
-        ({"query_start_loc": _put(3, 99)}, "query_start_loc must end within the 3 rows"),
+        ({"query_start_loc": put((0,), 1)}, "query_start_loc must start with 0"),
+        ({"query_start_loc": put((1,), 3)}, "query_start_loc must not fall"),
+        ({"query_start_loc": put((3,), 99)}, "query_start_loc must end within the 3 rows"),
         ({"cache": lambda t: t[:, :, :-1]}, "cache must be [N, BS, W] with W=40"),
         ({"cache": lambda t: t.half()}, "cache must be torch.bfloat16 for format bf16"),
         ({"cache": lambda t: t.to("meta")}, "cache must be on cpu, got meta"),
