@@ -169,11 +169,17 @@ def tile_of(
 
 
 def item_tokens(tile: Tile, H: int, max_query_len: int, *, even: bool) -> int:
-    """Query tokens that share the keys of a tile, or of up to TILES of them: as many as leave the
-    fewest rows of tiles empty. `even`: requests have as many tokens as the longest."""
+    """Query tokens that share the keys of a tile, or of up to TILES of them: as many as fill whole
+    tiles, with the fewest tiles for a request; one where it has no more. Few numbers of tokens
+    occur, for each is a kernel of its own. `even`: requests have as many as the longest."""
     most = max(TILES if even else 2, cdiv(H, tile.rows))
-    fits = range(1, max(min(max_query_len, most * tile.rows // H), 1) + 1)
-    return min(fits, key=lambda n: (cdiv(max_query_len, n) * cdiv(n * H, tile.rows), -n))
+    fits = {1, *(max(tiles * tile.rows // H, 1) for tiles in range(1, most + 1))}
+
+    def preferred(tokens: int) -> tuple[int, int, int]:
+        tiles = cdiv(max_query_len, tokens) * cdiv(tokens * H, tile.rows)
+        return tiles, -min(tokens, max_query_len), tokens
+
+    return min(fits, key=preferred)
 
 
 class Schedule(NamedTuple):
