@@ -102,6 +102,16 @@ class QuantizedOutput(NamedTuple):
         scales: [T, O/group] float32, swizzled e4m3 bytes for nvfp4, or None.
         global_scale: [] float32, for fp8 and nvfp4.
         format: a key of OUTPUT_FORMATS.
+
+    ```python
+    import openmla, torch
+
+    values = torch.empty(3, 256, dtype=torch.float8_e4m3fn)  # memory of your engine
+    out = openmla.QuantizedOutput(values, None, torch.tensor(0.02), "fp8")
+    heads = torch.randn(3, 2, 128)
+    openmla.ops.quantize_out(out.values, out.scales, heads, out.global_scale, format=out.format)
+    print((openmla.decode_output(out) - heads.flatten(1)).abs().max())  # the rounding error
+    ```
     """
 
     values: Tensor  # [T, O] e4m3, or [T, O/2] uint8
@@ -136,6 +146,14 @@ def make_output(
     Raises:
         ConfigError: an option does not suit the format.
         ShapeError: the columns are not a multiple of the format's group.
+
+    ```python
+    import openmla, torch
+
+    out = openmla.make_output("fp8_128", 3, 256)
+    openmla.ops.quantize_out(out.values, out.scales, torch.randn(3, 2, 128), format="fp8_128")
+    print(out.values.dtype, out.scales.shape)  # e4m3, and a scale per 128 columns
+    ```
     """
     wanted = get_output_format(format)
     if layout not in LAYOUTS:
@@ -301,6 +319,20 @@ def decode_output(out: QuantizedOutput, dtype: torch.dtype = torch.float32) -> T
     Args:
         out: the buffers.
         dtype: dtype of the result.
+
+    Returns:
+        [T, O] values of `dtype`.
+
+    Raises:
+        ConfigError: the format is not known.
+
+    ```python
+    import openmla, torch
+
+    out = openmla.make_output("fp8", 1, 4, global_scale=0.5)
+    out.values.copy_(torch.tensor([[0.0, 1.0, -2.0, 8.0]]))
+    print(openmla.decode_output(out))  # 0, 0.5, -1 and 4
+    ```
     """
     format = get_output_format(out.format)
     wide = torch.promote_types(dtype, torch.float32)

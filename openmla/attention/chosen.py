@@ -40,6 +40,21 @@ def make_selection(
 
     Raises:
         ShapeError: positions or lens have a wrong shape, dtype, device or value.
+        ConfigError: the config has no indexer, or cache and plan do not match.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3.2"]
+    cache = openmla.allocate_cache(config, num_blocks=3, block_size=16, format="fp32")
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    batch = openmla.Batch([1], [40], table, torch.tensor([39]))
+    plan = openmla.make_plan(batch, config, cache)
+    positions = torch.full((1, config.indexer.topk), -1, dtype=torch.int32)
+    positions[0, :3] = torch.tensor([0, 7, 39])  # keys 0, 7 and 39 of the request
+    selection = openmla.make_selection(positions, cache, plan)
+    print(selection.positions[0, :4])  # 0, 7, 39 and padding
+    ```
     """
     check_kind("selection", "cache", cache, LayerCache)
     check_kind("selection", "plan", plan, Plan)
@@ -109,6 +124,25 @@ def carry_selection(
 
     Raises:
         ConfigError: the plans are not of the same step, or ranks share the keys.
+
+    ```python
+    from dataclasses import replace
+
+    import openmla, torch
+
+    narrow = openmla.PRESETS["tiny-v3.2"]
+    wide = replace(narrow, kv_lora_rank=2 * narrow.kv_lora_rank)
+    sizes = {"num_blocks": 3, "block_size": 16, "format": "fp32"}
+    cache, other_cache = (openmla.allocate_cache(each, **sizes) for each in (narrow, wide))
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    batch = openmla.Batch([1], [40], table, torch.tensor([39]))
+    plan = openmla.make_plan(batch, narrow, cache)
+    other = openmla.make_plan(batch, wide, other_cache)
+    positions = torch.arange(narrow.indexer.topk, dtype=torch.int32)[None]
+    selection = openmla.make_selection(positions, cache, plan)
+    carried = openmla.carry_selection(selection, plan, other_cache, other)
+    print(torch.equal(carried.positions, selection.positions))  # True
+    ```
     """
     mine, its = plan.select, other.select
     if selection is None or mine is its:

@@ -79,6 +79,23 @@ def attend_compressed(
         ShapeError: a tensor has a wrong shape, dtype or device. Nothing is written.
         ConfigError: plan and cache do not match, or an input of this ratio is missing. Nothing is
             written.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v4"]
+    cache = openmla.allocate_cache(
+        config, num_blocks=4, block_size=256, format="fp32", max_requests=1, max_tokens=20
+    )
+    pool = openmla.CompressedPool(cache.geometry)
+    pool.take({"a": 20})
+    batch = openmla.Batch([20], [20], **pool.tables(["a"])._asdict())
+    plan = openmla.make_plan(batch, config, cache)
+    H, D = config.num_heads, config.latent_dim
+    q, rows, sink = torch.randn(20, H, D), torch.randn(20, D), torch.zeros(H)
+    out = openmla.attend_compressed(q, rows, cache, plan, sink=sink)
+    print(out.shape)  # [T, H, D]
+    ```
     """
     check_kind("step", "cache", cache, LayerCache)
     check_kind("step", "plan", plan, Plan)

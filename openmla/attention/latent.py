@@ -38,6 +38,24 @@ def attend_latent(
     Returns:
         out_latent [T, H, C] and lse [T, H]. lse is a natural logarithm that includes the softmax
         scale. A token that sees no key has out 0 and lse -inf.
+
+    Raises:
+        ShapeError: q_latent has a wrong shape, dtype or device.
+        ConfigError: the plan has expanded requests, or cache, plan or selection do not match.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    cache = openmla.allocate_cache(config, num_blocks=2, block_size=16, format="fp32")
+    cache.latent.data.normal_()  # as if 20 rows had been written
+    table = torch.tensor([[0, 1]], dtype=torch.int32)
+    batch = openmla.Batch([1], [20], table, torch.tensor([19]))
+    plan = openmla.make_plan(batch, config, cache, form="absorbed")
+    q_latent = torch.randn(1, config.num_heads, config.latent_dim)
+    out_latent, lse = openmla.attend_latent(q_latent, cache, plan)
+    print(out_latent.shape, lse.shape)  # [T, H, C] and [T, H]
+    ```
     """
     for name, given, kind in (
         ("q_latent", q_latent, Tensor),

@@ -52,6 +52,29 @@ def attend_partial(
         out [T, H, V] and lse [T, H]. lse is a natural logarithm that includes the softmax scale,
         float32 (float64 for float64 queries). A token that sees no key has out 0 and lse -inf. For
         DeepSeek V4, out is still rotated, as with attend_compressed().
+
+    Raises:
+        ShapeError: a tensor has a wrong shape, dtype or device. Nothing is written.
+        ConfigError: the inputs do not suit the model, or cache, plan or selection do not match.
+            Nothing is written.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    H, P, R, C, V = 4, 16, 8, 32, 24  # of tiny-v3
+    cache = openmla.allocate_cache(config, num_blocks=3, block_size=16, format="fp32")
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    prefix = openmla.Batch([1], [32], table[:, :2], causal=False)
+    rest = openmla.Batch([1], [1], table[:, 2:], torch.tensor([32]))  # writes its row to block 2
+    weights = openmla.absorb(torch.randn(H * (P + V), C), config)
+    shapes = (1, H, P), (1, H, R), (1, C), (1, R)
+    step = openmla.Projected(*map(torch.randn, shapes)), weights, cache
+    out, lse = openmla.attend_partial(*step, openmla.make_plan(prefix, config, cache))
+    part = openmla.attend_partial(*step, openmla.make_plan(rest, config, cache))
+    openmla.ops.merge_states(out, lse, *part)  # into out and lse
+    print(out.shape, lse.shape)  # [T, H, V] and [T, H]
+    ```
     """
     check_kind("step", "plan", plan, Plan)
     if isinstance(projected, CompressedInputs):

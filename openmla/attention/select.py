@@ -33,6 +33,20 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
     Raises:
         ConfigError: the cache has no index rows, or the config no indexer.
         ShapeError: a tensor has a wrong shape, dtype or device.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3.2"]
+    HI, DI = config.indexer.num_heads, config.indexer.head_dim
+    cache = openmla.allocate_cache(config, num_blocks=3, block_size=16, format="fp32")
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    batch = openmla.Batch([40], [40], table, torch.arange(40))
+    plan = openmla.make_plan(batch, config, cache)
+    index = openmla.IndexInputs(torch.randn(40, HI, DI), torch.randn(40, HI), torch.randn(40, DI))
+    selection = openmla.select_step(index, cache, plan)
+    print(selection.positions.shape)  # [T, topk]
+    ```
     """
     for name, given, kind in (
         ("index", index, IndexInputs),

@@ -22,6 +22,20 @@ def apply_sink(
         out: [T, H, V] attention output.
         lse: [T, H] logsumexp over exactly the keys of `out`, natural logarithm.
         sink: [H] logit of the sink per head.
+
+    Returns:
+        [T, H, V] in the dtype of `out`.
+
+    Raises:
+        ShapeError: the shapes do not match.
+
+    ```python
+    import openmla, torch
+
+    out, lse = torch.ones(1, 2, 4), torch.zeros(1, 2)
+    sink = torch.tensor([0.0, -torch.inf])  # no sink for the second head
+    print(openmla.apply_sink(out, lse, sink)[0, :, 0])  # 0.5 and 1.0
+    ```
     """
     if out.dim() != 3 or lse.shape != out.shape[:2]:
         raise ShapeError(

@@ -38,7 +38,26 @@ def register_backend(op: str, name: str, module: Any) -> None:
             LAUNCHES, and prepare_step(plan), which is called once per step before its layers run.
 
     Raises:
-        ConfigError: the name is taken, or a function is missing or has other arguments.
+        ConfigError: the op is not known, the name is taken or not valid, or a function is missing
+            or has other arguments.
+
+    ```python
+    import openmla, torch
+    from openmla.backends.reference import merge_states
+
+    class Mine:
+        def why_not(self, problem):
+            return None if problem.device == "cpu" else f"runs on cpu, this is {problem.device}"
+
+        def run(self, out, lse, other_out, other_lse):
+            print("mine")
+            merge_states.run(out, lse, other_out, other_lse)
+
+    openmla.register_backend("merge_states", "mine", Mine())
+    part = torch.ones(1, 2, 4), torch.zeros(1, 2)
+    openmla.ops.merge_states(*part, torch.ones(1, 2, 4), torch.zeros(1, 2), backend="mine")
+    openmla.unregister_backend("merge_states", "mine")
+    ```
     """
     where = "register_backend"
     check_op(where, op)
@@ -70,6 +89,17 @@ def unregister_backend(op: str, name: str) -> None:
 
     Raises:
         ConfigError: the op has no registered backend of that name.
+
+    ```python
+    import openmla
+    from openmla.backends import BACKENDS
+    from openmla.backends.reference import merge_states
+
+    openmla.register_backend("merge_states", "mine", merge_states)
+    print(BACKENDS["merge_states"])  # mine is first
+    openmla.unregister_backend("merge_states", "mine")
+    print(BACKENDS["merge_states"])
+    ```
     """
     where = "unregister_backend"
     check_op(where, op)

@@ -50,6 +50,16 @@ class PagedCache:
         clamped: [] int64 counter of values that the scales clipped. None for no counting.
         q_scale: [] float32, the scale of queries for query_dtype="fp8_static". None if it was not
             calibrated.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    memory = torch.zeros(8, 2, 16, config.latent_dim, dtype=torch.bfloat16)  # blocks of 2 layers
+    latent = openmla.PagedCache(memory[:, 0], "bf16", torch.ones(()))
+    cache = openmla.LayerCache(latent=latent)
+    print(cache)
+    ```
     """
 
     data: Tensor  # [N, BS, W]

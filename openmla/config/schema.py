@@ -189,6 +189,16 @@ class IndexerConfig:
             if every layer has one.
         own_query: whether queries are projected from the hidden state, after a LayerNorm, and not
             from the low-rank query of the attention (Mistral Large 4).
+
+    ```python
+    import openmla
+
+    indexer = openmla.IndexerConfig(num_heads=4, head_dim=16, topk=32)
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    config = openmla.MLAConfig.from_numbers(num_heads=4, **sizes, indexer=indexer)
+    cache = openmla.allocate_cache(config, num_blocks=2, block_size=16, format="bf16")
+    print(cache.index)  # indexer keys, besides latent rows
+    ```
     """
 
     num_heads: int
@@ -296,6 +306,16 @@ class MLAConfig:
         layer_kinds: per layer, its index in `kinds`.
         kv_sources: per layer, the layer whose rows it attends to: itself, or an earlier layer of
             the same kind (Mistral Large 4). Empty if every layer has rows of its own.
+
+    ```python
+    from dataclasses import replace
+
+    import openmla
+
+    config = openmla.PRESETS["tiny-v3"]
+    rank = replace(config, num_heads=config.num_heads // 2)  # tensor parallel over 2 ranks
+    print(rank.num_heads, rank.latent_dim, rank.scale)
+    ```
     """
 
     model_type: str

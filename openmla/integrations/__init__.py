@@ -170,6 +170,9 @@ def attachment_of(model: nn.Module) -> "Attachment":
     Args:
         model: the attached model.
 
+    Returns:
+        The Attachment of the model.
+
     Raises:
         ConfigError: the model is not attached.
 

@@ -27,6 +27,14 @@ class Scales:
 
     Attributes:
         layers: LayerScales by the name of the attention module, such as "layers.3.self_attn".
+
+    ```python
+    import openmla
+
+    first = openmla.LayerScales(k=0.05, v=0.05)
+    scales = openmla.Scales({"layers.0.self_attn": first})
+    print(scales.layers["layers.0.self_attn"].k)
+    ```
     """
 
     layers: Mapping[str, LayerScales]
@@ -134,6 +142,20 @@ def expect_scales(model_class: Any) -> None:
 
     Args:
         model_class: the class of the model, such as DeepseekV3ForCausalLM.
+
+    Raises:
+        ConfigError: model_class is not a class with from_pretrained().
+
+    ```python
+    import openmla
+    from transformers import DeepseekV3ForCausalLM
+
+    class Model(DeepseekV3ForCausalLM):
+        pass
+
+    openmla.expect_scales(Model)  # before Model.from_pretrained()
+    print(Model._keys_to_ignore_on_load_unexpected)
+    ```
     """
     known = getattr(model_class, "_keys_to_ignore_on_load_unexpected", ())
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):

@@ -25,6 +25,19 @@ class RopeTable(nn.Module):
         num_positions: rows of the table; longrope has twice as many.
         alpha: [R/2] learned exponents, which multiply the frequencies by exp(alpha), where the
             settings say that the model has them.
+
+    Raises:
+        ConfigError: the RoPE settings are of kind "external", or alpha is missing or unused.
+
+    ```python
+    import openmla
+
+    config = openmla.PRESETS["tiny-v3"]
+    table = openmla.RopeTable(config.rope, config.qk_rope_head_dim, config.max_positions)
+    layers = [openmla.MLAAttention(config, layer=i, rope_table=table) for i in range(2)]
+    assert layers[0].rope_table is layers[1].rope_table
+    print(table.table.shape)  # [num_positions, R]
+    ```
     """
 
     table: Tensor  # [num_positions, R] f32, longrope: twice as many rows

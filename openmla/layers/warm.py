@@ -85,6 +85,10 @@ def warmup(
     Returns:
         The workspace to pass to make_plan(), together with the same options.
 
+    Raises:
+        ConfigError: a size is not positive, or config, cache and options do not match.
+        UnsupportedError: a named backend cannot run an op; the message says why.
+
     ```python
     import openmla
     import torch

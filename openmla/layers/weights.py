@@ -53,8 +53,22 @@ def absorb(
         config: the model's dimensions.
         linear: a callable that expands latents, if that is cheaper than the weight.
 
+    Returns:
+        AbsorbedWeights, whose tensors are views of `weight`.
+
     Raises:
         ShapeError: the weight does not have the shape of the config.
+        ConfigError: the weight is not a tensor, or the config has layers of several kinds.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    H, P, V = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
+    kv_b_proj = torch.nn.Linear(config.kv_lora_rank, H * (P + V), bias=False)
+    weights = openmla.absorb(kv_b_proj.weight.detach(), config)
+    print(weights.w_uk.shape, weights.w_uv.shape)  # [H, P, C] and [H, C, V]
+    ```
     """
     check_kind("weights", "kv_b_proj's weight", weight, Tensor)
     config.check_one_kind("weights")

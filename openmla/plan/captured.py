@@ -209,6 +209,24 @@ def slice_buffers(
         buffers: the result of plan_buffers().
         max_requests: requests in a step of the smaller graph.
         max_tokens: tokens in a step of the smaller graph.
+
+    Returns:
+        Tensors by name, which share the memory of `buffers`.
+
+    Raises:
+        ConfigError: a size is not positive or larger than that of `buffers`, or max_tokens is less
+            than max_requests.
+
+    ```python
+    import openmla
+
+    config = openmla.PRESETS["tiny-v3"]
+    cache = openmla.allocate_cache(config, num_blocks=8, block_size=16, format="bf16")
+    whole = openmla.plan_buffers(config, cache, max_requests=4, max_tokens=4, max_blocks=8)
+    single = openmla.slice_buffers(whole, max_requests=1, max_tokens=1)
+    print(single["block_table"].shape)  # 1 of 4 rows
+    assert single["block_table"].data_ptr() == whole["block_table"].data_ptr()
+    ```
     """
     check_buffers("slice_buffers", "buffers", buffers)
     sizes = (max_requests, buffers["block_table"]), (max_tokens, buffers["slot_mapping"])

@@ -57,6 +57,24 @@ class DecodePlanner:
 
     Raises:
         ConfigError: the model is not supported, or the options contradict each other.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    cache = openmla.allocate_cache(config, num_blocks=4, block_size=16, format="bf16")
+    planner = openmla.DecodePlanner(config, cache, max_tokens=2)
+    tensors = {
+        "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        "seq_lens": torch.tensor([20, 30], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "slot_mapping": torch.tensor([19, 45]),
+    }
+    plan = planner.plan(**tensors)
+    tensors["seq_lens"] += 1
+    tensors["slot_mapping"] += 1
+    print(planner.plan(**tensors) is plan)  # True: the tensors are at the same addresses
+    ```
     """
 
     def __init__(

@@ -27,6 +27,18 @@ class Workspace(NamedTuple):
         expanded: [m, H * (P + V)] expanded keys and values, m >= n.
         keys: [m, H, P + R] whole keys, e4m3 in fp8 prefill. No rows if keys are read in two parts.
         selection: [T, K] int32 selected entries of DeepSeek V4.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    cache = openmla.allocate_cache(config, num_blocks=4, block_size=16, format="bf16")
+    workspace = openmla.warmup(config, cache, max_requests=1, max_tokens=8, workspace_tokens=32)
+    table = torch.tensor([[0, 1]], dtype=torch.int32)
+    batch = openmla.Batch([8], [20], table, torch.arange(12, 20))
+    plan = openmla.make_plan(batch, config, cache, workspace=workspace)
+    print(workspace)
+    ```
     """
 
     rows: Tensor  # [n, D]

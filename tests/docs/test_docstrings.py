@@ -19,12 +19,13 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:(?:    .*)?\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+): ", re.MULTILINE)
 
-# Where a user starts. Each has an example in its docstring.
+# Classes and methods with an example in their docstring, besides all functions of openmla.
 MAIN = (
-    "attach", "detach", "attachment_of", "calibrate", "make_plan", "plan_buffers", "attend_step",
-    "allocate_cache", "BlockPool", "CompressedPool", "Batch", "MLAAttention", "MLAAttentionV4",
-    "MLAConfig.from_hf", "MLAConfig.from_numbers", "warmup",
+    "BlockPool", "CompressedPool", "Batch", "MLAAttention", "MLAAttentionV4", "MLAConfig",
+    "MLAConfig.from_hf", "MLAConfig.from_numbers", "IndexerConfig", "DecodePlanner", "PagedCache",
+    "QuantizedOutput", "RopeTable", "Scales", "Workspace",
 )  # fmt: skip
+FUNCTIONS = [name for name in openmla.__all__ if inspect.isfunction(getattr(openmla, name))]
 
 
 def public() -> Iterator[tuple[str, Any]]:
@@ -91,6 +92,6 @@ def test_examples_run(code: str) -> None:
         exec(compile(code, "example", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MAIN])
 def test_main_entry_points_have_an_example(name: str) -> None:
     assert EXAMPLE.search(text(name))
