@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import openmla
-from openmla import attention, layers, parallel, plan
+from openmla import attention, layers, ops, parallel, plan
 from openmla.integrations.options import AttachOptions
 from openmla.testing import poisoned_memory
 
@@ -19,17 +19,17 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:(?:    .*)?\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+): ", re.MULTILINE)
 
-# Where a user starts. Each has an example in its docstring.
+# Where a user starts, and all ops. Each has an example in its docstring.
 MAIN = (
     "attach", "detach", "attachment_of", "calibrate", "make_plan", "plan_buffers", "attend_step",
     "allocate_cache", "BlockPool", "CompressedPool", "Batch", "MLAAttention", "MLAAttentionV4",
-    "MLAConfig.from_hf", "MLAConfig.from_numbers", "warmup",
+    "MLAConfig.from_hf", "MLAConfig.from_numbers", "warmup", *ops.__all__,
 )  # fmt: skip
 
 
 def public() -> Iterator[tuple[str, Any]]:
     """Functions and classes of the public modules, and methods of the classes, by name."""
-    for module in (openmla, attention, layers, parallel, plan):
+    for module in (openmla, attention, layers, ops, parallel, plan):
         for name in module.__all__:
             found = getattr(module, name)
             if inspect.isclass(found) or inspect.isfunction(found):
@@ -94,3 +94,13 @@ def test_examples_run(code: str) -> None:
 @pytest.mark.parametrize("name", MAIN)
 def test_main_entry_points_have_an_example(name: str) -> None:
     assert EXAMPLE.search(text(name))
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_ops_document_arguments_results_and_errors(name: str) -> None:
+    found = PUBLIC[name]
+    assert section(name, "Args", "Attributes")
+    if inspect.isfunction(found):
+        returns = inspect.signature(found, eval_str=True).return_annotation
+        assert bool(section(name, "Returns")) == (returns is not None)
+        assert section(name, "Raises")
