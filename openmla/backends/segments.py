@@ -15,16 +15,38 @@ from openmla.hardware import multiprocessors
 
 
 class Segment(NamedTuple):
-    """One source of rows; fields that a kind does not need are None or 0."""
+    """One source of rows; fields that a kind does not need are None or 0.
+
+    Attributes:
+        cache: pages of latent rows.
+        kv_scale: scale of format fp8; other formats ignore it.
+        format: a key of openmla.FORMATS that holds latent rows.
+        kind: "slots", "positions", "window" or "prefix". The docstring of openmla.ops.mqa_sparse
+            defines them.
+        block_table: block numbers of each request's rows, for all kinds except slots.
+        rows: rows that each token attends to, for slots and positions.
+        row_lens: number of rows of each token, for slots and positions.
+        span: positions of a window, or tokens per entry of a prefix.
+
+    ```python
+    import torch
+    from openmla.ops import Segment
+
+    cache, kv_scale = torch.randn(4, 4, 6), torch.tensor(1.0)  # 4 blocks of 4 rows
+    block_table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    window = Segment(cache, kv_scale, "fp32", "window", block_table, span=8)
+    print(window.width)  # 8: a token attends to at most 8 rows
+    ```
+    """
 
     cache: Tensor  # [N, BS, W]
     kv_scale: Tensor  # [] f32
     format: str
     kind: str
-    block_table: Tensor | None = None  # [B, M] i32; all kinds except slots
-    rows: Tensor | None = None  # [T, K] i32; for slots and positions
-    row_lens: Tensor | None = None  # [T] i32; for slots and positions
-    span: int = 0  # for window and prefix
+    block_table: Tensor | None = None  # [B, M] i32
+    rows: Tensor | None = None  # [T, K] i32
+    row_lens: Tensor | None = None  # [T] i32
+    span: int = 0
 
     @property
     def width(self) -> int:

@@ -62,17 +62,46 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     no_grad=["out"],
 )
 def cache_gather(
-    out: Annotated[Tensor, "[n, D] float|e4m3 row"],  # written in place
+    out: Annotated[Tensor, "[n, D] float|e4m3 row"],
     cache: Annotated[Tensor, "[N, BS, W] row"],
     kv_scale: Annotated[Tensor, "[] f32"],
     block_table: Annotated[Tensor, "[B, M] i32"],
-    starts: Annotated[Tensor, "[B] i32"],  # first position of each request
-    row_start_loc: Annotated[Tensor, "[B+1] i32"],  # cumulative row counts
+    starts: Annotated[Tensor, "[B] i32"],
+    row_start_loc: Annotated[Tensor, "[B+1] i32"],
     *,
     format: str,
     backend: str = "auto",
 ) -> None:
-    """Gather row_start_loc[B] rows into out; see the module docstring for the contract."""
+    """Gather row_start_loc[B] rows into out; see the module docstring for the contract.
+
+    Args:
+        out: packed rows, written in place.
+        cache: pages to read.
+        kv_scale: scale of format fp8; other formats ignore it.
+        block_table: block numbers of each request's rows.
+        starts: first position of each request.
+        row_start_loc: first row of each request in out, then the end.
+        format: the cache format, a key of openmla.FORMATS.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known, or the format cannot hold such rows.
+        UnsupportedError: no backend supports the call, or out requires grad while grad mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import cache_gather
+
+    cache = torch.arange(48.0).view(4, 4, 3)  # 4 blocks of 4 rows
+    block_table = torch.tensor([[2, 0], [3, -1]], dtype=torch.int32)
+    starts = torch.tensor([3, 1], dtype=torch.int32)
+    row_start_loc = torch.tensor([0, 2, 5], dtype=torch.int32)  # 2 rows, then 3
+    out = torch.empty(5, 3)
+    cache_gather(out, cache, torch.tensor(1.0), block_table, starts, row_start_loc, format="fp32")
+    print(out[:, 0])  # 33, 0, 39, 42, 45
+    ```
+    """
 
 
 def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:

@@ -67,18 +67,47 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     no_grad=["kv_c", "k_pe"],
 )
 def cache_write(
-    cache: Annotated[Tensor, "[N, BS, W] row"],  # written in place
+    cache: Annotated[Tensor, "[N, BS, W] row"],
     kv_c: Annotated[Tensor, "[T, C] float row"],
     k_pe: Annotated[Tensor, "[T, R] float row"],
-    slot_mapping: Annotated[Tensor, "[S] i64"],  # S = T' <= T; negative: do not write
+    slot_mapping: Annotated[Tensor, "[S] i64"],  # S = T' <= T
     kv_scale: Annotated[Tensor, "[] f32"],
     rope_ratio: Annotated[Tensor | None, "[] f32"] = None,
-    clamped: Annotated[Tensor | None, "[] i64"] = None,  # counts
+    clamped: Annotated[Tensor | None, "[] i64"] = None,
     *,
     format: str,
     backend: str = "auto",
 ) -> None:
-    """Write T' rows; see the module docstring for the contract."""
+    """Write T' rows; see the module docstring for the contract.
+
+    Args:
+        cache: cache to write to, in place.
+        kv_c: normalized latents.
+        k_pe: rotated RoPE columns.
+        slot_mapping: slot (block * BS + offset) of each row. Negative: not written.
+        kv_scale: scale of format fp8; other formats ignore it.
+        rope_ratio: power of two that stored k_pe are divided by. Only for format fp8.
+        clamped: counter that grows by the number of saturated values.
+        format: the cache format, a key of openmla.FORMATS.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known, or the format cannot hold such rows.
+        UnsupportedError: no backend supports the call, or kv_c or k_pe requires grad while grad
+            mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import cache_write
+
+    cache = torch.zeros(2, 4, 6)  # 2 blocks of 4 rows
+    kv_c, k_pe = torch.randn(3, 4), torch.randn(3, 2)
+    slots = torch.tensor([5, 0, -1])  # the last row is not written
+    cache_write(cache, kv_c, k_pe, slots, torch.tensor(1.0), format="fp32")
+    print(cache[1, 1])  # the first row
+    ```
+    """
 
 
 def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:

@@ -145,19 +145,19 @@ def problem(
     optional=["batch_invariant"],
 )
 def compress_kv(
-    cache: Annotated[Tensor, "[N, BS, W] row"],  # entries, written in place
+    cache: Annotated[Tensor, "[N, BS, W] row"],
     kv_scale: Annotated[Tensor, "[] f32"],
-    state: Annotated[Tensor, "[NS, V, SW] float row"],  # f32, written in place
-    kv: Annotated[Tensor, "[T, CD] float row"],  # CD = D, 2 D with overlap; as projected
+    state: Annotated[Tensor, "[NS, V, SW] float row"],  # f32
+    kv: Annotated[Tensor, "[T, CD] float row"],  # CD = D, 2 D with overlap
     score: Annotated[Tensor, "[T, CD] float row"],
     bias: Annotated[Tensor, "[ratio, CD] float row"],
     norm_weight: Annotated[Tensor, "[D] float row"],
-    table: Annotated[Tensor, "[Q, R] float row"],  # cos in the first half of a row, then sin
+    table: Annotated[Tensor, "[Q, R] float row"],
     positions: Annotated[Tensor, "[T] i64"],
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
-    block_table: Annotated[Tensor, "[B, M] i32"],  # blocks of entries
-    state_slots: Annotated[Tensor, "[B] i32"],  # negative: skip the request
-    clamped: Annotated[Tensor | None, "[] i64"] = None,  # counts
+    block_table: Annotated[Tensor, "[B, M] i32"],
+    state_slots: Annotated[Tensor, "[B] i32"],
+    clamped: Annotated[Tensor | None, "[] i64"] = None,
     *,
     format: str,
     ratio: int,
@@ -167,7 +167,52 @@ def compress_kv(
     batch_invariant: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Pool a step's tokens; see the module docstring for the contract."""
+    """Pool a step's tokens; see the module docstring for the contract.
+
+    Args:
+        cache: pages of entries, written in place.
+        kv_scale: scale of format fp8; other formats ignore it.
+        state: tokens of earlier steps, written in place.
+        kv: values to pool, as projected.
+        score: scores of the pooling, before bias.
+        bias: added to scores, by position in the window.
+        norm_weight: weight of the RMS norm.
+        table: RoPE table, cos in the first half of a row and sin in the second.
+        positions: positions of tokens.
+        query_start_loc: first token of each request, then the end.
+        block_table: block numbers of each request's entries.
+        state_slots: row of state of each request. Negative: skip the request.
+        clamped: counter that grows by the number of saturated values.
+        format: the cache format, a key of openmla.FORMATS.
+        ratio: tokens per entry.
+        overlap: pool each window with the one before it.
+        eps: epsilon of the RMS norm.
+        hadamard: multiply entries by a Hadamard matrix.
+        batch_invariant: make bits independent of how tokens were split into steps.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known, or the format cannot hold such rows.
+        UnsupportedError: no backend supports the call, or kv, score, bias or norm_weight requires
+            grad while grad mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import compress_kv
+
+    cache, state = torch.zeros(2, 4, 8), torch.zeros(1, 1, 24)
+    kv, score = torch.randn(2, 4, 8)
+    table = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(4, 4)  # no rotation
+    one = torch.tensor([1], dtype=torch.int32)
+    compress_kv(
+        cache, torch.tensor(1.0), state, kv, score, torch.zeros(4, 8), torch.ones(8), table,
+        torch.arange(4), torch.tensor([0, 4], dtype=torch.int32), one[None], one - 1,
+        format="fp32", ratio=4, overlap=False, eps=1e-6,
+    )
+    print(cache[1, 0])  # the entry of tokens 0 to 3
+    ```
+    """
 
 
 def cost(

@@ -89,17 +89,54 @@ def problem(
 def index_logits(
     q_idx: Annotated[Tensor, "[T, HI, DI] float|e4m3 row"],
     w_idx: Annotated[Tensor, "[T, HI] row"],  # f32
-    cache: Annotated[Tensor, "[N, BS, W] row"],  # an index format
+    cache: Annotated[Tensor, "[N, BS, W] row"],
     block_table: Annotated[Tensor, "[B, M] i32"],
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
-    row_lens: Annotated[Tensor, "[T] i32"],  # keys each token sees
+    row_lens: Annotated[Tensor, "[T] i32"],
     *,
     format: str,
     num_keys: Size,
     batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor:  # [T, num_keys] f32
-    """Score cached keys; see the module docstring for the contract."""
+    """Score cached keys; see the module docstring for the contract.
+
+    Args:
+        q_idx: indexer queries.
+        w_idx: weights of indexer heads, with all scales multiplied in.
+        cache: pages of indexer keys.
+        block_table: block numbers of each request's keys.
+        query_start_loc: first query row of each request, then the end.
+        row_lens: number of keys that each token sees.
+        format: the cache format, a key of openmla.FORMATS that holds index rows.
+        num_keys: width of the result.
+        batch_invariant: make results independent of the batch, bit for bit.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Scores [T, num_keys], float32 (float64 for float64 queries).
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known, or the format cannot hold such rows.
+        UnsupportedError: no backend supports the call, or q_idx or w_idx requires grad while grad
+            mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import index_logits
+
+    q_idx, w_idx = torch.randn(2, 3, 8), torch.rand(2, 3)  # 2 tokens, 3 heads
+    cache = torch.randn(3, 4, 8)  # 3 blocks of 4 keys
+    block_table = torch.tensor([[2, 0]], dtype=torch.int32)
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    row_lens = torch.tensor([5, 6], dtype=torch.int32)
+    logits = index_logits(
+        q_idx, w_idx, cache, block_table, starts, row_lens, format="index_fp32", num_keys=6
+    )
+    print(logits)  # [0, 5] is -inf
+    ```
+    """
 
 
 def cost(

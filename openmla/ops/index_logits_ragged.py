@@ -58,7 +58,38 @@ def index_logits_ragged(
     *,
     backend: str = "auto",
 ) -> Tensor:  # [T, S] f32
-    """Score packed keys; see the module docstring for the contract."""
+    """Score packed keys; see the module docstring for the contract.
+
+    Args:
+        q_idx: indexer queries.
+        w_idx: weights of indexer heads, with all scales multiplied in.
+        k_idx: packed indexer keys.
+        k_scale: scale of each key; 1 if keys are not quantized.
+        starts: first key of each token.
+        ends: end of each token's keys.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Scores [T, S], float32 (float64 for float64 queries).
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call, or q_idx or w_idx requires grad while grad
+            mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import index_logits_ragged
+
+    q_idx, w_idx = torch.randn(2, 3, 8), torch.rand(2, 3)  # 2 tokens, 3 heads
+    k_idx, k_scale = torch.randn(5, 8), torch.ones(5)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    ends = torch.tensor([3, 5], dtype=torch.int32)
+    logits = index_logits_ragged(q_idx, w_idx, k_idx, k_scale, starts, ends)
+    print(logits)  # [0, 3:] and [1, :3] are -inf
+    ```
+    """
 
 
 def cost(lens: Sequence[int], *, S: int, HI: int, DI: int, itemsize: int) -> Cost:

@@ -54,7 +54,35 @@ def index_topk(
     sorted: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # topk_positions [T, K] i32, topk_lens [T] i32
-    """Select the top K; see the module docstring for the contract."""
+    """Select the top K; see the module docstring for the contract.
+
+    Args:
+        logits: scores.
+        row_starts: first column of each row's scores.
+        row_lens: number of scores of each row.
+        K: scores to select.
+        sorted: return positions in ascending order.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Positions [T, K] int32, padded with -1, and their number per row, [T] int32.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call.
+
+    ```python
+    import torch
+    from openmla.ops import index_topk
+
+    logits = torch.tensor([[0.1, 0.9, 0.4, 0.7], [0.8, 0.2, 0.0, 0.0]])
+    row_starts = torch.tensor([0, 1], dtype=torch.int32)
+    row_lens = torch.tensor([4, 1], dtype=torch.int32)
+    positions, lens = index_topk(logits, row_starts, row_lens, K=2, sorted=True)
+    print(positions, lens)  # [[1, 3], [0, -1]] and [2, 1]
+    ```
+    """
 
 
 def cost(num_rows: int, num_scores: int, *, K: int, itemsize: int = 4) -> Cost:

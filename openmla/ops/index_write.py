@@ -55,13 +55,13 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     no_grad=["k_raw", "norm_weight", "norm_bias"],
 )
 def index_write(
-    cache: Annotated[Tensor, "[N, BS, W] row"],  # an index format, written in place
-    k_raw: Annotated[Tensor, "[T, DI] float row"],  # as projected
+    cache: Annotated[Tensor, "[N, BS, W] row"],
+    k_raw: Annotated[Tensor, "[T, DI] float row"],
     norm_weight: Annotated[Tensor, "[DI] float row"],
     norm_bias: Annotated[Tensor, "[DI] float row"],
     positions: Annotated[Tensor, "[S] i64"],  # S = T' <= T
-    table: Annotated[Tensor, "[Q, R] float row"],  # cos in the first half of a row, then sin
-    slot_mapping: Annotated[Tensor, "[S] i64"],  # negative: do not write
+    table: Annotated[Tensor, "[Q, R] float row"],
+    slot_mapping: Annotated[Tensor, "[S] i64"],
     *,
     format: str,
     eps: float,
@@ -70,7 +70,42 @@ def index_write(
     hadamard: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Write keys; see the module docstring for the contract."""
+    """Write keys; see the module docstring for the contract.
+
+    Args:
+        cache: cache to write to, in place.
+        k_raw: indexer keys, as projected.
+        norm_weight: weight of the LayerNorm.
+        norm_bias: bias of the LayerNorm.
+        positions: positions of tokens.
+        table: RoPE table, cos in the first half of a row and sin in the second.
+        slot_mapping: slot (block * BS + offset) of each row. Negative: not written.
+        format: the cache format, a key of openmla.FORMATS that holds index rows.
+        eps: epsilon of the LayerNorm.
+        pairing: "pairs" or "halves", as in rope.
+        rope_start: first rotated column.
+        hadamard: multiply keys by a Hadamard matrix.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known, or the format cannot hold such rows.
+        UnsupportedError: no backend supports the call, or k_raw, norm_weight or norm_bias requires
+            grad while grad mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import index_write
+
+    cache = torch.zeros(2, 4, 8)  # 2 blocks of 4 keys
+    table = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(16, 4)  # no rotation
+    index_write(
+        cache, torch.randn(2, 8), torch.ones(8), torch.zeros(8), torch.arange(2), table,
+        torch.tensor([4, 5]), format="index_fp32", eps=1e-6, pairing="halves", rope_start=0,
+    )
+    print(cache[1, 0])  # the first key
+    ```
+    """
 
 
 def cost(num_rows: int, *, DI: int, R: int, format: str, itemsize: int) -> Cost:

@@ -64,16 +64,16 @@ def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int, E:
     no_grad=["q", "kv", "norm_weight"],
 )
 def latent_write(
-    cache: Annotated[Tensor, "[N, BS, W] row"],  # written in place
-    q: Annotated[Tensor, "[T, H, E] float row"],  # changed in place
-    kv: Annotated[Tensor, "[T, D] float row"],  # changed in place
+    cache: Annotated[Tensor, "[N, BS, W] row"],
+    q: Annotated[Tensor, "[T, H, E] float row"],
+    kv: Annotated[Tensor, "[T, D] float row"],
     norm_weight: Annotated[Tensor, "[C] float row"],
     positions: Annotated[Tensor, "[S] i64"],  # S = T' <= T
-    slot_mapping: Annotated[Tensor, "[S] i64"],  # negative: do not write
+    slot_mapping: Annotated[Tensor, "[S] i64"],
     kv_scale: Annotated[Tensor, "[] f32"],
-    table: Annotated[Tensor | None, "[Q, R] float row"],  # cos in the first half of a row, then sin
+    table: Annotated[Tensor | None, "[Q, R] float row"],
     rope_ratio: Annotated[Tensor | None, "[] f32"] = None,
-    clamped: Annotated[Tensor | None, "[] i64"] = None,  # counts
+    clamped: Annotated[Tensor | None, "[] i64"] = None,
     *,
     format: str,
     pairing: str,
@@ -82,7 +82,47 @@ def latent_write(
     norm_queries: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Normalize, rotate and write; see the module docstring for the contract."""
+    """Normalize, rotate and write; see the module docstring for the contract.
+
+    Args:
+        cache: cache to write to, in place.
+        q: queries, changed in place.
+        kv: latent rows, normalized and rotated in place.
+        norm_weight: weight of the RMS norm.
+        positions: positions of tokens.
+        slot_mapping: slot (block * BS + offset) of each row. Negative: not written.
+        kv_scale: scale of format fp8; other formats ignore it.
+        table: RoPE table, cos in the first half of a row and sin in the second. None: no rotation.
+        rope_ratio: power of two that stored k_pe are divided by. Only for format fp8.
+        clamped: counter that grows by the number of saturated values.
+        format: a key of openmla.FORMATS that holds latent rows.
+        pairing: "pairs" or "halves", as in rope.
+        eps: epsilon of the RMS norm.
+        factor: factor of the normalized latent.
+        norm_queries: normalize queries too, without a weight.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known, or the format cannot hold such rows.
+        UnsupportedError: no backend supports the call, or q, kv or norm_weight requires grad while
+            grad mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import latent_write
+
+    cache = torch.zeros(2, 4, 8)  # 2 blocks of 4 rows
+    q, kv = torch.randn(2, 3, 6), torch.randn(2, 8)  # 2 tokens, 3 heads
+    angles = torch.arange(16.0)[:, None] * torch.tensor([1.0, 0.1])
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    latent_write(
+        cache, q, kv, torch.ones(4), torch.arange(2), torch.tensor([4, 5]), torch.tensor(1.0),
+        table, format="fp32", pairing="pairs", eps=1e-6,
+    )
+    print(torch.equal(cache[1, :2], kv))  # True
+    ```
+    """
 
 
 def cost(

@@ -49,7 +49,7 @@ def problem(device: torch.device) -> Problem:
 
 @op(problem=problem, check=check, check_values=check_values, fake=fake)
 def map_slots(
-    positions: Annotated[Tensor, "[T, K] i32 row"],  # within the request; negative: none
+    positions: Annotated[Tensor, "[T, K] i32 row"],
     block_table: Annotated[Tensor, "[B, M] i32"],
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
     *,
@@ -61,7 +61,40 @@ def map_slots(
     compact: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # slots [T, K] i32, slot_lens [T] i32
-    """Look positions up; see the module docstring for the contract."""
+    """Look positions up; see the module docstring for the contract.
+
+    Args:
+        positions: positions within the request. Negative: none.
+        block_table: block numbers of each request's rows.
+        query_start_loc: first query row of each request, then the end.
+        BS: tokens per block.
+        num_blocks: blocks of the cache.
+        cp_size: ranks that share the cache.
+        cp_rank: number of this rank.
+        interleave: consecutive positions per rank.
+        compact: move valid slots to the front.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Slots [T, K] int32, -1 where there is none, and the number of valid slots per row, [T]
+            int32.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call.
+
+    ```python
+    import torch
+    from openmla.ops import map_slots
+
+    positions = torch.tensor([[0, 5, -1]], dtype=torch.int32)
+    block_table = torch.tensor([[7, 3]], dtype=torch.int32)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    slots, lens = map_slots(positions, block_table, starts, BS=4, num_blocks=8)
+    print(slots, lens)  # [[28, 13, -1]] and [2]
+    ```
+    """
 
 
 def cost(num_rows: int, *, K: int) -> Cost:

@@ -58,15 +58,40 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     host_args=["base"],
 )
 def merge_states(
-    out: Annotated[Tensor, "[T, H, V] float row"],  # merged into in place
-    lse: Annotated[Tensor, "[T, H] float"],  # f32, merged into in place
+    out: Annotated[Tensor, "[T, H, V] float row"],
+    lse: Annotated[Tensor, "[T, H] float"],  # f32
     other_out: Annotated[Tensor, "[T, H, V] float row"],
     other_lse: Annotated[Tensor, "[T, H] float"],  # f32
     *,
-    base: float = math.e,  # base of both lse: math.e or 2
+    base: float = math.e,
     backend: str = "auto",
 ) -> None:
-    """Merge the other partial into out and lse; see the module docstring for the contract."""
+    """Merge the other partial into out and lse; see the module docstring for the contract.
+
+    Args:
+        out: outputs of one partial attention, merged in place.
+        lse: lse of that attention, merged in place.
+        other_out: outputs of the other.
+        other_lse: its lse.
+        base: base of both lse, math.e or 2.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call, or out, lse, other_out or other_lse
+            requires grad while grad mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import merge_states
+
+    out, lse = torch.ones(2, 3, 4), torch.zeros(2, 3)  # 2 tokens, 3 heads
+    other_out, other_lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    merge_states(out, lse, other_out, other_lse)
+    print(out[0, 0], lse[0, 0])  # 0.5 and log(2)
+    ```
+    """
     own, other_lse = in_nats("merge_states", base, lse, other_lse)
     if own is not lse:
         merge_states(out, own, other_out, other_lse, backend=backend)

@@ -73,7 +73,7 @@ def mha_masked(
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
     key_start_loc: Annotated[Tensor, "[B+1] i32"],
     mask: Annotated[Tensor, "[T, words] i32 row"],
-    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,  # for e4m3 heads
+    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,
     k_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     v_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     *,
@@ -84,7 +84,47 @@ def mha_masked(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
-    """Attend where bits are set; see the module docstring for the contract."""
+    """Attend where bits are set; see the module docstring for the contract.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        query_start_loc: first query row of each request, then the end.
+        key_start_loc: first key row of each request, then the end.
+        mask: bits of visible keys, as pack_mask returns them.
+        q_scale: scale of each query and head; only for e4m3 heads.
+        k_scale: scale of keys per request and head; only for e4m3 heads.
+        v_scale: scale of values per request and head; only for e4m3 heads.
+        scale: factor of scores.
+        max_query_len: upper bound on the queries of a request.
+        max_key_len: upper bound on the keys of a request.
+        batch_invariant: make results independent of the batch, bit for bit.
+        out_dtype: dtype of out, required for e4m3 heads.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Outputs [T, H, V], and lse [T, H] in float32 (float64 for float64 queries).
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call, or q, k or v requires grad while grad mode
+            is on.
+
+    ```python
+    import torch
+    from openmla.ops import mha_masked
+
+    q, k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 4)
+    starts = torch.tensor([0, 3], dtype=torch.int32)  # one request
+    mask = torch.tensor([[0b001], [0b011], [0b101]], dtype=torch.int32)
+    out, lse = mha_masked(
+        q, k, v, starts, starts, mask, scale=8**-0.5, max_query_len=3, max_key_len=3
+    )
+    print(out.shape, lse.shape)  # [3, 2, 4] and [3, 2]
+    ```
+    """
 
 
 def cost(n: int, S: int, *, H: int, E: int, V: int, itemsize: int) -> Cost:

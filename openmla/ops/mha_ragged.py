@@ -86,7 +86,7 @@ def mha_ragged(
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
     key_start_loc: Annotated[Tensor, "[B+1] i32"],
     k_pe: Annotated[Tensor | None, "[S, R] float|e4m3 row"] = None,
-    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,  # for e4m3 heads
+    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,
     k_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     v_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     *,
@@ -98,7 +98,49 @@ def mha_ragged(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
-    """Attend over expanded keys and values; see the module docstring for the contract."""
+    """Attend over expanded keys and values; see the module docstring for the contract.
+
+    Args:
+        q: queries.
+        k: keys, without the columns in k_pe.
+        v: values.
+        query_start_loc: first query row of each request, then the end.
+        key_start_loc: first key row of each request, then the end.
+        k_pe: key columns that all heads share.
+        q_scale: scale of each query and head; only for e4m3 heads.
+        k_scale: scale of keys per request and head; only for e4m3 heads.
+        v_scale: scale of values per request and head; only for e4m3 heads.
+        scale: factor of scores.
+        causal: hide later keys; the last query sees all keys.
+        max_query_len: queries of the longest request.
+        max_key_len: keys of the longest request.
+        batch_invariant: make results independent of the batch, bit for bit.
+        out_dtype: dtype of out, required for e4m3 heads.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Outputs [T, H, V], and lse [T, H] in float32 (float64 for float64 queries).
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call, or q, k, v or k_pe requires grad while grad
+            mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import mha_ragged
+
+    q, k, v = torch.randn(3, 2, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 4)
+    query_starts = torch.tensor([0, 1, 3], dtype=torch.int32)  # 1 and 2 queries
+    key_starts = torch.tensor([0, 3, 5], dtype=torch.int32)  # 3 and 2 keys
+    out, lse = mha_ragged(
+        q, k, v, query_starts, key_starts,
+        scale=8**-0.5, causal=True, max_query_len=2, max_key_len=3,
+    )
+    print(out.shape, lse.shape)  # [3, 2, 4] and [3, 2]
+    ```
+    """
 
 
 def cost(

@@ -104,9 +104,9 @@ def mqa_paged(
     cache: Annotated[Tensor, "[N, BS, W] row"],
     kv_scale: Annotated[Tensor, "[] f32"],
     block_table: Annotated[Tensor, "[B, M] i32"],
-    seq_lens: Annotated[Tensor, "[B] i32"],  # keys including this step's
+    seq_lens: Annotated[Tensor, "[B] i32"],
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
-    q_scale: Tensor | None = None,  # [] or [T, H] f32, for e4m3 queries
+    q_scale: Tensor | None = None,  # [] or [T, H] f32
     *,
     format: str,
     C: int,
@@ -116,7 +116,49 @@ def mqa_paged(
     run_length: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
-    """Attend in latent space; see the module docstring for the contract."""
+    """Attend in latent space; see the module docstring for the contract.
+
+    Args:
+        q_latent: queries in latent space.
+        cache: pages of latent rows.
+        kv_scale: scale of format fp8; other formats ignore it.
+        block_table: block numbers of each request's rows.
+        seq_lens: keys of each request, with those of this step.
+        query_start_loc: first query row of each request, then the end.
+        q_scale: scale of e4m3 queries, one for all or one per token and head.
+        format: the cache format, a key of openmla.FORMATS.
+        C: width of the latent, and of the outputs.
+        scale: factor of scores.
+        causal: hide rows of later tokens.
+        max_query_len: upper bound on the queries of a request.
+        run_length: if not 0, split keys every run_length keys, so that bits do not depend on the
+            batch.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Latent outputs [T, H, C], and lse [T, H] in float32 (float64 for float64 queries).
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known, or the format cannot hold such rows.
+        UnsupportedError: no backend supports the call, or q_latent requires grad while grad mode
+            is on.
+
+    ```python
+    import torch
+    from openmla.ops import mqa_paged
+
+    q_latent, cache = torch.randn(3, 2, 6), torch.randn(4, 4, 6)  # 4 blocks of 4 rows
+    block_table = torch.tensor([[2, 0], [3, -1]], dtype=torch.int32)
+    seq_lens = torch.tensor([6, 3], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)  # 1 and 2 queries
+    out, lse = mqa_paged(
+        q_latent, cache, torch.tensor(1.0), block_table, seq_lens, starts,
+        format="fp32", C=4, scale=6**-0.5, causal=True, max_query_len=2,
+    )
+    print(out.shape, lse.shape)  # [3, 2, 4] and [3, 2]
+    ```
+    """
 
 
 def cost(

@@ -160,18 +160,55 @@ _OP = torch.ops.openmla.mqa_sparse.default  # looked up once
 def mqa_sparse(
     q_latent: Tensor,  # [T, H, D]
     query_start_loc: Tensor,  # [B+1] i32
-    positions: Tensor,  # [T] i64, of tokens within their requests
+    positions: Tensor,  # [T] i64
     first: Segment,
     second: Segment | None = None,
     sink: Tensor | None = None,  # [H] f32
-    q_scale: Tensor | None = None,  # [] or [T, H] f32, for e4m3 queries
+    q_scale: Tensor | None = None,  # [] or [T, H] f32
     *,
     C: int,
     scale: float,
     run_length: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
-    """Attend to listed rows; see the module docstring for the contract."""
+    """Attend to listed rows; see the module docstring for the contract.
+
+    Args:
+        q_latent: queries in latent space.
+        query_start_loc: first query row of each request, then the end.
+        positions: positions of tokens in their requests.
+        first: the rows to attend to.
+        second: more rows, of another cache or kind.
+        sink: a logit per head that takes part in the normalization.
+        q_scale: scale of e4m3 queries, one for all or one per token and head.
+        C: width of the latent, and of the outputs.
+        scale: factor of scores.
+        run_length: if not 0, split rows every run_length rows, so that bits do not depend on the
+            batch.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Latent outputs [T, H, C], and lse [T, H] in float32 (float64 for float64 queries).
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known, or the format cannot hold such rows.
+        UnsupportedError: no backend supports the call, or q_latent or sink requires grad while
+            grad mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import Segment, mqa_sparse
+
+    q_latent, cache = torch.randn(2, 3, 6), torch.randn(4, 4, 6)  # 4 blocks of 4 rows
+    slots = torch.tensor([[8, 9, -1], [8, 1, 2]], dtype=torch.int32)
+    lens = torch.tensor([2, 3], dtype=torch.int32)
+    first = Segment(cache, torch.tensor(1.0), "fp32", "slots", rows=slots, row_lens=lens)
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    out, lse = mqa_sparse(q_latent, starts, torch.tensor([4, 5]), first, C=4, scale=6**-0.5)
+    print(out.shape, lse.shape)  # [2, 3, 4] and [2, 3]
+    ```
+    """
     check_is_tensor("mqa_sparse", "q_scale", q_scale)
     flat: list[Tensor | None] = []
     given = [segment for segment in (first, second) if segment is not None]

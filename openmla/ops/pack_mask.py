@@ -46,13 +46,40 @@ def problem(device: torch.device) -> Problem:
 @op(problem=problem, check=check, check_values=check_values, fake=fake)
 def pack_mask(
     topk_positions: Annotated[Tensor, "[T, K] i32 row"],
-    key_starts: Annotated[Tensor, "[T] i32"],  # position of the first key of each row's range
+    key_starts: Annotated[Tensor, "[T] i32"],
     key_lens: Annotated[Tensor, "[T] i32"],
     *,
     num_words: Size,
     backend: str = "auto",
 ) -> Tensor:  # [T, num_words] i32
-    """Pack selections; see the module docstring for the contract."""
+    """Pack selections; see the module docstring for the contract.
+
+    Args:
+        topk_positions: selected positions of each query.
+        key_starts: position of the first key of each row's range.
+        key_lens: keys of the range.
+        num_words: int32 words per row.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Masks [T, num_words] int32.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call.
+
+    ```python
+    import torch
+    from openmla.ops import pack_mask
+
+    selected = torch.tensor([[0, 2, -1], [33, 1, 2]], dtype=torch.int32)
+    key_starts = torch.tensor([0, 0], dtype=torch.int32)
+    key_lens = torch.tensor([3, 34], dtype=torch.int32)
+    mask = pack_mask(selected, key_starts, key_lens, num_words=2)
+    print(mask)  # [[0b101, 0], [0b110, 0b10]]
+    ```
+    """
 
 
 def cost(num_rows: int, *, K: int, num_words: int) -> Cost:

@@ -111,15 +111,40 @@ def problem_of(x: Tensor, w: Tensor, w_scale: Tensor | None, batch_invariant: bo
     optional=["batch_invariant"],
 )
 def project_heads(
-    out: Annotated[Tensor, "[T, H, N] float row"],  # written
+    out: Annotated[Tensor, "[T, H, N] float row"],
     x: Annotated[Tensor, "[T, H, K] float row"],
-    w: Annotated[Tensor, "[H, K, N] float|e4m3"],  # x's dtype or e4m3
-    w_scale: Tensor | None = None,  # [H, KB, NB] f32, for e4m3
+    w: Annotated[Tensor, "[H, K, N] float|e4m3"],
+    w_scale: Tensor | None = None,  # [H, KB, NB] f32
     *,
     batch_invariant: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Multiply each head by its own matrix; see the module docstring for the contract."""
+    """Multiply each head by its own matrix; see the module docstring for the contract.
+
+    Args:
+        out: products, written in place.
+        x: heads to multiply.
+        w: a matrix per head, of x's dtype or e4m3.
+        w_scale: scales of blocks of e4m3 weights.
+        batch_invariant: make the bits of a token independent of the other tokens.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call, or out, x, w or w_scale requires grad while
+            grad mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import project_heads
+
+    x, w = torch.randn(3, 2, 4), torch.randn(2, 4, 5)  # 3 tokens, 2 heads
+    out = torch.empty(3, 2, 5)
+    project_heads(out, x, w)
+    print((out - torch.einsum("thk,hkn->thn", x, w)).abs().max())  # close to 0
+    ```
+    """
 
 
 def cost(num_tokens: int, *, H: int, K: int, N: int, itemsize: int, w_itemsize: int) -> Cost:

@@ -55,19 +55,49 @@ def problem_of(out_latent: Tensor, w_uv: Tensor, w_scale: Tensor | None, format:
     no_grad=["out_latent", "w_uv", "w_scale"],
 )
 def project_quantize(
-    values: Annotated[Tensor, "[...]"],  # [T, O] e4m3, or [T, O/2] uint8; rows written in place
-    scales: Tensor | None,  # [T, O/group] f32, swizzled e4m3, or None; written in place
+    values: Annotated[Tensor, "[...]"],  # [T, O] e4m3, or [T, O/2] uint8
+    scales: Tensor | None,  # [T, O/group] f32, swizzled e4m3, or None
     out_latent: Annotated[Tensor, "[n, H, C] float row"],
-    w_uv: Annotated[Tensor, "[H, C, V] float|e4m3"],  # out_latent's dtype or e4m3
-    w_scale: Tensor | None = None,  # [H, KB, NB] f32, for e4m3
+    w_uv: Annotated[Tensor, "[H, C, V] float|e4m3"],
+    w_scale: Tensor | None = None,  # [H, KB, NB] f32
     global_scale: Tensor | None = None,  # [] f32
     *,
-    rows: Tensor | None = None,  # [n] i64; negative: not written
+    rows: Tensor | None = None,  # [n] i64
     first_row: Size = 0,
     format: str,
     backend: str = "auto",
 ) -> None:
-    """Project and quantize n rows; see the module docstring for the contract."""
+    """Project and quantize n rows; see the module docstring for the contract.
+
+    Args:
+        values: quantized rows, written in place: e4m3, or uint8 for nvfp4.
+        scales: their scales, written in place; None for format fp8.
+        out_latent: outputs in latent space.
+        w_uv: a matrix per head, of out_latent's dtype or e4m3.
+        w_scale: scales of blocks of e4m3 weights.
+        global_scale: static scale, needed by formats fp8 and nvfp4 only.
+        rows: row of values for each token. Negative: not written.
+        first_row: without rows, the row of values of the first token.
+        format: a key of openmla.OUTPUT_FORMATS.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known.
+        UnsupportedError: no backend supports the call, or out_latent, w_uv or w_scale requires
+            grad while grad mode is on.
+
+    ```python
+    import openmla
+    import torch
+    from openmla.ops import project_quantize
+
+    target = openmla.make_output("fp8_64", 3, 64)
+    out_latent, w_uv = torch.randn(3, 2, 8), torch.randn(2, 8, 32)  # 3 tokens, 2 heads
+    project_quantize(target.values, target.scales, out_latent, w_uv, format="fp8_64")
+    print(target.values.shape, target.scales.shape)  # [3, 64] and [3, 1]
+    ```
+    """
 
 
 def cost(

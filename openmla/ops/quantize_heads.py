@@ -81,16 +81,42 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     optional=["requests"],
 )
 def quantize_heads(
-    values: Tensor,  # [S, H, P + R] e4m3, written in place
-    row_scale: Tensor | None,  # [S, H] f32, written in place, or None
+    values: Tensor,  # [S, H, P + R] e4m3
+    row_scale: Tensor | None,  # [S, H] f32
     x: Annotated[Tensor, "[S, H, P] float row"],
     shared: Annotated[Tensor | None, "[S, R] float|e4m3 row"] = None,
-    head_scale: Annotated[Tensor | None, "[B, H] f32"] = None,  # positive
-    requests: Annotated[Tensor | None, "[S] i64"] = None,  # head_scale's row for each row of x
+    head_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
+    requests: Annotated[Tensor | None, "[S] i64"] = None,
     *,
     backend: str = "auto",
 ) -> None:
-    """Quantize all rows; see the module docstring for the contract."""
+    """Quantize all rows; see the module docstring for the contract.
+
+    Args:
+        values: e4m3 heads, written in place.
+        row_scale: scale of each row and head, written in place. None with head_scale.
+        x: heads to quantize.
+        shared: columns that all heads share, after those of x.
+        head_scale: positive scales of each request and head, instead of row_scale.
+        requests: with head_scale, the request of each row.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call, or x requires grad while grad mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import quantize_heads
+
+    x = torch.randn(3, 2, 8)  # 3 rows, 2 heads
+    values = torch.empty(3, 2, 8, dtype=torch.float8_e4m3fn)
+    row_scale = torch.empty(3, 2)
+    quantize_heads(values, row_scale, x)
+    print(values.float() * row_scale[..., None] - x)  # rounding errors
+    ```
+    """
 
 
 def cost(S: int, *, H: int, P: int, R: int = 0, itemsize: int) -> Cost:

@@ -47,17 +47,44 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     no_grad=["out"],
 )
 def quantize_out(
-    values: Annotated[Tensor, "[...]"],  # [T, O] e4m3, or [T, O/2] uint8; rows written in place
-    scales: Tensor | None,  # [T, O/group] f32, swizzled e4m3, or None; written in place
+    values: Annotated[Tensor, "[...]"],  # [T, O] e4m3, or [T, O/2] uint8
+    scales: Tensor | None,  # [T, O/group] f32, swizzled e4m3, or None
     out: Annotated[Tensor, "[n, H, V] float row"],
     global_scale: Tensor | None = None,  # [] f32
     *,
-    rows: Tensor | None = None,  # [n] i64; negative: not written
+    rows: Tensor | None = None,  # [n] i64
     first_row: Size = 0,
     format: str,
     backend: str = "auto",
 ) -> None:
-    """Quantize n rows; see the module docstring for the contract."""
+    """Quantize n rows; see the module docstring for the contract.
+
+    Args:
+        values: quantized rows, written in place: e4m3, or uint8 for nvfp4.
+        scales: their scales, written in place; None for format fp8.
+        out: attention outputs.
+        global_scale: static scale, needed by formats fp8 and nvfp4 only.
+        rows: row of values for each token. Negative: not written.
+        first_row: without rows, the row of values of the first token.
+        format: a key of openmla.OUTPUT_FORMATS.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the format or the backend is not known.
+        UnsupportedError: no backend supports the call, or out requires grad while grad mode is on.
+
+    ```python
+    import openmla
+    import torch
+    from openmla.ops import quantize_out
+
+    target = openmla.make_output("fp8_64", 5, 64)
+    out = torch.randn(3, 2, 32)  # 3 tokens, 2 heads
+    quantize_out(target.values, target.scales, out, first_row=2, format="fp8_64")
+    print(target.scales[2:])
+    ```
+    """
 
 
 def cost(num_rows: int, *, H: int, V: int, itemsize: int, format: str) -> Cost:

@@ -47,7 +47,32 @@ def quantize_queries(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # q [T, H, D] e4m3, scale [T, H] f32
-    """Quantize queries; see the module docstring for the contract."""
+    """Quantize queries; see the module docstring for the contract.
+
+    Args:
+        latent: queries in latent space.
+        q_pe: their rotated RoPE columns.
+        q_scale: a given scale for all queries.
+        backend: "auto", or the name of a backend.
+
+    Returns:
+        Queries [T, H, D] e4m3, and their scales [T, H] float32.
+
+    Raises:
+        ShapeError: an argument does not fit the contract.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call, or latent or q_pe requires grad while grad
+            mode is on.
+
+    ```python
+    import torch
+    from openmla.ops import quantize_queries
+
+    latent, q_pe = torch.randn(3, 2, 8), torch.randn(3, 2, 4)  # 3 tokens, 2 heads
+    q, scale = quantize_queries(latent, q_pe)
+    print(q.shape, scale.shape)  # [3, 2, 12] and [3, 2]
+    ```
+    """
 
 
 def cost(T: int, *, H: int, D: int, itemsize: int) -> Cost:

@@ -54,15 +54,41 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     no_grad=["x", "table"],
 )
 def rope(
-    x: Annotated[Tensor, "[T, H, R] float row"],  # rotated in place
+    x: Annotated[Tensor, "[T, H, R] float row"],
     positions: Annotated[Tensor, "[S] i64"],  # S = T' <= T
-    table: Annotated[Tensor, "[Q, R] float row"],  # cos in the first half of a row, then sin
+    table: Annotated[Tensor, "[Q, R] float row"],
     *,
     pairing: str,
     inverse: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Rotate T' rows; see the module docstring for the contract."""
+    """Rotate T' rows; see the module docstring for the contract.
+
+    Args:
+        x: columns to rotate, in place.
+        positions: positions of tokens.
+        table: RoPE table, cos in the first half of a row and sin in the second.
+        pairing: "pairs" rotates neighboring columns, "halves" column i with i + R/2.
+        inverse: rotate back.
+        backend: "auto", or the name of a backend.
+
+    Raises:
+        ShapeError: an argument does not fit the contract. Values are checked on the CPU only.
+        ConfigError: the backend is not known.
+        UnsupportedError: no backend supports the call, or x or table requires grad while grad mode
+            is on.
+
+    ```python
+    import torch
+    from openmla.ops import rope
+
+    x = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])  # 2 tokens, 1 head
+    angles = torch.arange(8.0)[:, None] * torch.pi / 2
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    rope(x, torch.tensor([0, 1]), table, pairing="pairs")
+    print(x.round())  # [1, 0] and [0, 1]
+    ```
+    """
 
 
 def cost(num_rows: int, *, H: int, R: int, itemsize: int) -> Cost:

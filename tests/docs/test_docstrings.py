@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import openmla
-from openmla import attention, layers, parallel, plan
+from openmla import attention, layers, ops, parallel, plan
 from openmla.integrations.options import AttachOptions
 from openmla.testing import poisoned_memory
 
@@ -19,18 +19,18 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:(?:    .*)?\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+): ", re.MULTILINE)
 
-# Classes and methods with an example in their docstring, besides all functions of openmla.
+# What has an example in its docstring, besides all functions of openmla: classes, methods, ops.
 MAIN = (
     "BlockPool", "CompressedPool", "Batch", "MLAAttention", "MLAAttentionV4", "MLAConfig",
     "MLAConfig.from_hf", "MLAConfig.from_numbers", "IndexerConfig", "DecodePlanner", "PagedCache",
-    "QuantizedOutput", "RopeTable", "Scales", "Workspace",
+    "QuantizedOutput", "RopeTable", "Scales", "Workspace", *ops.__all__,
 )  # fmt: skip
 FUNCTIONS = [name for name in openmla.__all__ if inspect.isfunction(getattr(openmla, name))]
 
 
 def public() -> Iterator[tuple[str, Any]]:
     """Functions and classes of the public modules, and methods of the classes, by name."""
-    for module in (openmla, attention, layers, parallel, plan):
+    for module in (openmla, attention, layers, ops, parallel, plan):
         for name in module.__all__:
             found = getattr(module, name)
             if inspect.isclass(found) or inspect.isfunction(found):
@@ -95,3 +95,13 @@ def test_examples_run(code: str) -> None:
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MAIN])
 def test_main_entry_points_have_an_example(name: str) -> None:
     assert EXAMPLE.search(text(name))
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_ops_document_arguments_results_and_errors(name: str) -> None:
+    found = PUBLIC[name]
+    assert section(name, "Args", "Attributes")
+    if inspect.isfunction(found):
+        returns = inspect.signature(found, eval_str=True).return_annotation
+        assert bool(section(name, "Returns")) == (returns is not None)
+        assert section(name, "Raises")
