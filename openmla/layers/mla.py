@@ -467,7 +467,8 @@ class MLAAttention(nn.Module):
         )
         if self.g_proj is not None:
             gate = torch.sigmoid(self._times("g_proj", hidden, plan).float()).to(out.dtype)
-            out = out * gate.view(*out.shape[:2], -1)
+            T, H, _ = out.shape
+            out = out * gate.view(T, H, gate.shape[1] // H)
             if buffers is not None:
                 quantize_into(buffers, out, plan, {})
         if buffers is not None:
