@@ -207,7 +207,7 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
     q = (torch.randn(len(lens) * new, H, D, device="cuda") / 3).bfloat16()
     if format != "bf16":  # other contenders' queries are fp8
         q = q.to(torch.float8_e4m3fn).bfloat16()
-    # as many layers as calls: the adapter's schedule covers a step, which ends after one layer
+    # one cache per call, as in a model's layers
     copies = calls - 1 if format == "bf16" else 0
     layers = (cache, *(cache.clone() for _ in range(copies)))
     batch = decode_batch((q[..., :C], q[..., C:]), layers, table, lens, new)
@@ -278,9 +278,6 @@ def dense(batch: DecodeBatch, calls: int, format: str = "bf16") -> Shape:
     if format == "bf16":
         if find_spec("flash_mla") is not None and cache.shape[1] == BS:
             contenders["flashmla"] = in_turn(_flash_paged(batch), batch.layers)
-        if why_not(asked, "flashmla") is None:
-            adapter = partial(attend, backend="flashmla")
-            contenders["flashmla adapter"] = in_turn(adapter, batch.layers)
         if fa3.why_absent() is None:
             for name, decode in fa3.decoders(batch):
                 contenders[name] = in_turn(decode, batch.layers)

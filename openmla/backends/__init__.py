@@ -30,7 +30,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "merge_states": ("triton", "reference"),
     "mha_masked": ("triton", "reference"),
     "mha_ragged": ("gluon", "sdpa", "triton", "reference"),
-    "mqa_paged": ("sdpa", "flashmla", "gluon", "triton", "reference"),
+    "mqa_paged": ("sdpa", "gluon", "triton", "reference"),
     "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
     "quantize_heads": ("triton", "reference"),

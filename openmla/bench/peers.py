@@ -1,6 +1,6 @@
 """Kernels of other packages that benchmarks include wherever they are installed.
 
-flash_mla is a backend of this package and is timed as "flashmla". The others are defined in this
+flash_mla is a backend of mqa_sparse and is timed as "flashmla". The others are defined in this
 file: found by name, called as their own engines call them, checked against the same exact results,
 and never required.
 """

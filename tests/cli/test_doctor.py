@@ -34,7 +34,7 @@ def test_text_report(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
     assert "failed:" not in text
     assert max(map(len, text.splitlines())) <= 100
-    assert re.search(r"^  mqa_paged +sdpa, reference \(not flashmla: ", text, re.MULTILINE)
+    assert re.search(r"^  mqa_paged +sdpa, reference \(not gluon: ", text, re.MULTILINE)
     assert "flashinfer" not in text and "has no" not in text
 
 

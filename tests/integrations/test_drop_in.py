@@ -25,8 +25,8 @@ from openmla.integrations import deep_gemm, flash_mla
 
 DROP_INS = {"flash_mla": flash_mla, "deep_gemm": deep_gemm}
 ON_HOPPER = Problem(
-    "mqa_paged", device="cuda", capability=(9, 0), multiprocessors=132, dtype=torch.bfloat16,
-    format="bf16", H=128, D=576, C=512, BS=64, tokens=1, max_query_len=1,
+    "mqa_sparse", device="cuda", capability=(9, 0), multiprocessors=132, dtype=torch.bfloat16,
+    format="fp8_ds_mla", H=128, D=576, C=512, tokens=256, kinds=("slots",),
 )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_our_backend_never_takes_it_for_the_original(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("openmla.backends.requirements.find_spec", lambda name: object())
     monkeypatch.setattr("openmla.backends.requirements.version_of", lambda package: "3.9.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert why_not(ON_HOPPER, "flashmla") is None
+    assert choose_backend(ON_HOPPER) == "flashmla"
     flash_mla.install()
     assert why_not(ON_HOPPER, "flashmla") == "package flash_mla is openmla's own drop-in"
     assert choose_backend(ON_HOPPER) != "flashmla"

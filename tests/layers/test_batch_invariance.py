@@ -209,8 +209,6 @@ def test_what_is_refused_and_told() -> None:
     assert (
         load("mha_ragged", "sdpa").why_not(asked) == "lets torch pick a kernel by the batch on cuda"
     )
-    asked = Problem("mqa_paged", format="bf16", D=576, C=512, BS=64, run_length=1024, **on_gpu)
-    assert load("mqa_paged", "flashmla").why_not(asked) == "cuts keys by what else is in the batch"
 
 
 @pytest.mark.gpu

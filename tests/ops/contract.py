@@ -16,8 +16,6 @@ from openmla.testing import Inputs, assert_within_budget, budget_used
 # FlashMLA sums 576 columns in one chain, which tensor cores truncate: 1.11 to 1.36 of lse's budget
 # in four cases on an H200. Its kernels are not ours to mend.
 LSE_SLACK = {"flashmla": 1.5}
-# Its fp8 kernel rounds probabilities to e4m3: 0.024 where ours err by 0.0017.
-PROBS_SLACK = {"flashmla": 20.0}
 TRITON = pytest.param("triton", marks=pytest.mark.triton)
 GLUON = pytest.param("gluon", marks=pytest.mark.gluon)
 
@@ -68,7 +66,6 @@ def check_e4m3(op: Callable[..., Any], inputs: Inputs, backend: str) -> None:
     formats = {part[0] for part in scalars.get("segments", [(scalars.get("format"),)])}
     columns = inputs["q_latent"].shape[-1] if actual[0].is_cuda and formats == {"fp8"} else 0
     used = budget_used(actual, exact, peer, columns)
-    used = used._replace(out=used.out / PROBS_SLACK.get(backend, 1.0))
     assert max(used) <= 1, f"errs {used.out:.2f} and {used.lse:.2f} times its budget"
 
 

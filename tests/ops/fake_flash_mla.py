@@ -20,19 +20,16 @@ ONE = torch.tensor(1.0)
 
 @dataclass
 class Schedule:
-    """Filled by the first call; good for calls of the same shapes and, of dense ones, lengths."""
+    """Filled by the first call; good for calls of the same shapes."""
 
     made_for: list[Any] = field(default_factory=list)
-    tile_scheduler_metadata: Any = None  # of the fp8 kernel over all keys: filled beforehand
-    num_splits: Any = None
 
     def fill(self, *facts: Any) -> None:
         if not self.made_for:
             self.made_for = list(facts)
             COUNTS["schedules"] += 1
         for made, now in zip(self.made_for, facts, strict=True):
-            same = torch.equal(made, now) if isinstance(now, Tensor) else made == now
-            assert same, f"a schedule made for {made} was used for {now}"
+            assert made == now, f"a schedule made for {made} was used for {now}"
 
 
 COUNTS = {"schedules": 0}
@@ -41,8 +38,8 @@ COUNTS = {"schedules": 0}
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    block_table: Tensor | None,
-    cache_seqlens: Tensor | None,
+    block_table: None,
+    cache_seqlens: None,
     head_dim_v: int,
     tile_scheduler_metadata: Schedule,
     num_splits: None = None,
@@ -54,57 +51,19 @@ def flash_mla_with_kvcache(
     extra_k_cache: Tensor | None = None,
     extra_indices_in_kvcache: Tensor | None = None,
     use_legacy: bool = False,
-    descale_q: Tensor | None = None,
-    descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     assert use_legacy, "SM90 is on the legacy side"
     assert isinstance(tile_scheduler_metadata, Schedule) and softmax_scale is not None
     assert q.dim() == 4 and q.stride(-1) == 1 and head_dim_v == 512 and q.shape[0] > 0
     assert k_cache.shape[2] == 1
-    if indices is None:
-        assert block_table is not None and cache_seqlens is not None
-        tile_scheduler_metadata.fill(q.shape, cache_seqlens.clone())
-        if is_fp8_kvcache:
-            assert q.dtype == k_cache.dtype == torch.float8_e4m3fn
-            assert descale_q is not None and descale_k is not None
-            assert descale_q.shape == descale_k.shape == (1,)
-            made = (cache_seqlens.tolist(), q.shape[1] * q.shape[2], 1, q.shape[2])
-            assert tile_scheduler_metadata.tile_scheduler_metadata == made
-            pages = (k_cache.float() * descale_k).bfloat16().float()
-            queries = q.float() * descale_q
-            out, lse = dense(queries, pages, block_table, cache_seqlens, softmax_scale, causal)
-            return out.bfloat16(), lse
-        assert k_cache.dtype == q.dtype and q.dtype in (torch.float16, torch.bfloat16)
-        return dense(q, k_cache, block_table, cache_seqlens, softmax_scale, causal)
     assert not causal and is_fp8_kvcache and block_table is None and cache_seqlens is None
+    assert indices is not None
     parts = [(k_cache, indices)]
     if extra_k_cache is not None:
         assert extra_indices_in_kvcache is not None and q.shape[3] == 512
         parts.append((extra_k_cache, extra_indices_in_kvcache))
     tile_scheduler_metadata.fill(q.shape, *((k.shape[1], i.shape) for k, i in parts))
     return listed(q, parts, softmax_scale, attn_sink)
-
-
-def dense(
-    q: Tensor, k_cache: Tensor, block_table: Tensor, lens: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    B, queries, H, D = q.shape
-    assert k_cache.shape[1:] == (64, 1, 576) and D == 576
-    assert lens.shape == (B,) and lens.dtype == block_table.dtype == torch.int32
-    assert block_table.shape[0] == B and block_table.stride(-1) == 1 and lens.is_contiguous()
-    out = 0 * q[..., :512]  # no promise for NaN queries without keys
-    lse = torch.full((B, H, queries), torch.inf)
-    for b, S in enumerate(lens.tolist()):
-        blocks = block_table[b, : max(-(-S // 64), 1)].long()  # one is looked at in any case
-        assert ((blocks >= 0) & (blocks < len(k_cache))).all()
-        rows = k_cache[blocks, :, 0].flatten(0, 1)[:S].float()
-        for j in range(queries):
-            seen = S - queries + j + 1 if causal and queries > 1 else S
-            if seen > 0:
-                logits = scale * (q[b, j].float() @ rows[:seen].T)
-                lse[b, :, j] = logits.logsumexp(-1)
-                out[b, j] = (logits.softmax(-1) @ rows[:seen, :512]).to(q.dtype)
-    return out, lse
 
 
 def listed(
@@ -173,18 +132,6 @@ def attend(q: Tensor, rows: Tensor, scale: float, sink: Tensor | None) -> tuple[
     return out, lse.masked_fill(lse.isnan(), torch.inf)  # as where there is no row
 
 
-def get_mla_decoding_metadata(
-    cache_seqlens: Tensor,
-    num_q_tokens_per_head_k: int,
-    num_heads_k: int,
-    num_heads_q: int,
-    is_fp8_kvcache: bool,
-    use_legacy: bool = False,
-) -> tuple[Any, Any]:
-    assert use_legacy and is_fp8_kvcache and cache_seqlens.dtype == torch.int32
-    return (cache_seqlens.tolist(), num_q_tokens_per_head_k, num_heads_k, num_heads_q), None
-
-
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the package were there, and the CPU an SM90."""
     package: Any = ModuleType("flash_mla")
@@ -193,11 +140,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     package.flash_mla_sparse_fwd = flash_mla_sparse_fwd
     package.get_mla_metadata = lambda: (Schedule(), None)
     package.has_legacy = lambda: True
-    interface: Any = ModuleType("flash_mla.flash_mla_interface")
-    interface.get_mla_decoding_metadata = get_mla_decoding_metadata
     monkeypatch.setitem(sys.modules, "flash_mla", package)
-    monkeypatch.setitem(sys.modules, "flash_mla.flash_mla_interface", interface)
     monkeypatch.setattr("openmla.backends.capability", lambda device: (9, 0))
     monkeypatch.setattr("openmla.backends.flashmla._package._KEPT", {})
-    monkeypatch.setattr("openmla.backends.flashmla._step._LAST", type("Nothing", (), {})())
     monkeypatch.setitem(COUNTS, "schedules", 0)

@@ -1,6 +1,6 @@
 """The flashmla adapter's border, against a stand-in that keeps that package's conventions.
 
-On a GPU with the package, the contract tests of mqa_sparse and mqa_paged run it itself.
+On a GPU with the package, the contract tests of mqa_sparse run it itself.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,30 +16,21 @@ from torch import Tensor
 
 from openmla.backends import Problem, choose_backend, forget_choices, kernel_of, why_not
 from openmla.backends.flashmla import _package
-from openmla.backends.flashmla import mqa_paged as dense
 from openmla.backends.flashmla import mqa_sparse as sparse
 from openmla.backends.segments import alignment
 from openmla.errors import UnsupportedError
-from openmla.ops import mqa_paged, mqa_sparse
-from openmla.testing import PagedCase, SparseCase
+from openmla.ops import mqa_sparse
+from openmla.testing import SparseCase
 from tests.ops import fake_flash_mla as fake
 from tests.ops.contract import check_attention
-from tests.ops.mqa_paged_cases import V3_CASES
 from tests.ops.mqa_sparse_cases import CASES, FAR, NEAR, POOLED, SINKS, V4
 
-V3: Any = {"C": 512, "R": 64, "contiguous": True}
-E4M3: Any = {**V3, "format": "fp8", "kv_scale": 0.037, "dtype": torch.float8_e4m3fn}
-E4M3["q_scale"] = "tensor"
 PACKED = Problem(
     "mqa_sparse", "cuda", (9, 0), 132, torch.bfloat16, "fp8_ds_mla", 64, 576, 512, tokens=256,
     kinds=("slots",),
 )  # fmt: skip
 PROMPT = replace(PACKED, format="bf16", tokens=4096)
 COMPRESSED = replace(PACKED, format="fp8_dsv4", D=512, kinds=("window", "positions"))
-PAGED = Problem(
-    "mqa_paged", "cuda", (9, 0), dtype=torch.bfloat16, format="bf16", H=128, D=576, C=512, BS=64,
-    tokens=64, max_query_len=1,
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -56,27 +46,19 @@ LISTED = (
     "v3-64-heads", "packed-v3-64-heads", "packed-v3-128-heads-sink", "packed-v3-prompt",
     "v4-64-heads", "v4-prompt-prefix",
 )  # fmt: skip
-DENSE = ("v3-rows", "v3-padding", "v3-gaps", "v3-64-fp16")
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_cases_of_chosen_rows(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
-    assert why_not_of(mqa_sparse, case) is None
+    assert why_not_of(case) is None
     check_attention(mqa_sparse, case.make(), "flashmla")
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_cases_of_all_rows(name: str) -> None:
-    case = next(case for case in V3_CASES if case.name == name)
-    assert why_not_of(mqa_paged, case) is None
-    check_attention(mqa_paged, case.make(), "flashmla")
-
-
-def why_not_of(op: Any, case: Any) -> str | None:
+def why_not_of(case: SparseCase) -> str | None:
     """What the contract test would skip with."""
     try:
-        case.make().run(op, backend="flashmla")
+        case.make().run(mqa_sparse, backend="flashmla")
     except UnsupportedError as error:
         return str(error)
     return None
@@ -95,55 +77,6 @@ def why_not_of(op: Any, case: Any) -> str | None:
 )
 def test_v4(case: SparseCase) -> None:
     check_attention(mqa_sparse, case.make(), "flashmla")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        PagedCase("drafts", (3, 0, 1, 3), (200, 5, 64, 3), H=64, BS=64, padding=2, **V3),
-        PagedCase("bounded", (1, 2), (65, 2), H=16, BS=64, causal=False, padding=9, **V3),
-        PagedCase("no keys", (0, 0), (0, 0), H=64, BS=64, padding=2, **V3),
-        PagedCase("no requests", (), (), H=64, BS=64, padding=2, **V3),
-        PagedCase("nothing", (), (), H=64, BS=64, **V3),
-    ],
-    ids=str,
-)
-def test_dense(case: PagedCase) -> None:
-    check_attention(mqa_paged, case.make(), "flashmla")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        PagedCase("fp8", (1, 1, 0), (200, 64, 3), H=64, BS=64, padding=2, **E4M3),
-        PagedCase("fp8 drafts", (3, 0, 1), (200, 5, 64), H=16, BS=64, **E4M3),
-        PagedCase("fp8 nothing", (), (), H=64, BS=64, **E4M3),
-    ],
-    ids=str,
-)
-def test_dense_fp8(case: PagedCase) -> None:
-    """Scales are handed over, and the schedule is made for fp8."""
-    assert why_not_of(mqa_paged, case) is None
-    inputs = case.make()
-    out, lse = inputs.run(mqa_paged, backend="flashmla")
-    wanted = inputs.run(mqa_paged, backend="reference")
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out, wanted[0], rtol=2e-2, atol=2e-2)  # pages were rounded
-    torch.testing.assert_close(lse, wanted[1], rtol=2e-2, atol=2e-2)
-
-
-def test_one_scale_for_all() -> None:
-    case = PagedCase("heads", (1,), (9,), H=64, BS=64, **{**E4M3, "q_scale": "heads"})
-    assert "one scale for all e4m3 queries" in str(why_not_of(mqa_paged, case))
-
-
-@pytest.mark.parametrize("query_lens", [(1, 1), (2, 1)])
-def test_padding_of_nan(query_lens: tuple[int, int]) -> None:
-    inputs = PagedCase("nan", query_lens, (70, 9), H=64, BS=64, padding=3, **V3).make()
-    inputs["q_latent"][-3:] = torch.nan
-    out, lse = inputs.run(mqa_paged, backend="flashmla")
-    assert (out[-3:] == 0).all() and (lse[-3:] == -torch.inf).all()
-    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("name", LISTED)
@@ -182,61 +115,6 @@ def test_schedules_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.COUNTS["schedules"] == 3 == len(_package._KEPT) + 2
 
 
-class Steps:
-    """A dense step over several layers' caches, whose lengths may change where they are."""
-
-    def __init__(self, new: int = 1) -> None:
-        with torch.inference_mode(False):
-            inputs = PagedCase("step", (new,) * 3, (90, 64, 300), H=64, BS=64, **V3).make()
-            self.tensors = {name: tensor.clone() for name, tensor in inputs.tensors.items()}
-            self.tensors["cache"] = inputs["cache"].contiguous().clone()
-            self.caches = [self.tensors["cache"].clone() for _ in range(3)]
-            self.scalars = inputs.scalars
-
-    def run(self, layer: int) -> None:
-        """Against the reference; the stand-in looks at the schedule."""
-        arguments = {**self.tensors, "cache": self.caches[layer]}
-        found = mqa_paged(*arguments.values(), **self.scalars, backend="flashmla")
-        wanted = mqa_paged(*arguments.values(), **self.scalars, backend="reference")
-        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("new", [1, 3])
-def test_layers_of_a_step_share_its_schedule(new: int) -> None:
-    steps = Steps(new)
-    for made in (1, 2):
-        for layer in range(3):
-            steps.run(layer)
-        assert fake.COUNTS["schedules"] == made
-        steps.tensors["seq_lens"] -= 1  # on the device, in inference mode
-
-
-def test_another_step_has_another_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps()
-    steps.run(0)
-    steps.tensors["seq_lens"].sub_(5)  # between layers, as drafts do
-    steps.run(1)
-    assert fake.COUNTS["schedules"] == 2
-    steps.tensors["seq_lens"].data.sub_(5)  # as a replayed graph does: nothing tells
-    steps.run(1)  # but that the layer came before
-    assert fake.COUNTS["schedules"] == 3
-    with torch.inference_mode(False):
-        steps.tensors["block_table"] = steps.tensors["block_table"].clone()
-    steps.run(2)
-    assert fake.COUNTS["schedules"] == 4
-    monkeypatch.setattr("openmla.backends.flashmla._step.capturing", lambda: True)
-    steps.run(0)  # a graph's own
-    steps.run(1)
-    assert fake.COUNTS["schedules"] == 5
-    monkeypatch.setattr("openmla.backends.flashmla._step.capturing", lambda: False)
-    steps.run(2)
-    assert fake.COUNTS["schedules"] == 6
-    steps.tensors["seq_lens"] = steps.tensors["seq_lens"].clone()  # an inference tensor: no version
-    steps.run(0)
-    steps.run(1)
-    assert fake.COUNTS["schedules"] == 8
-
-
 REASONS: list[tuple[Problem, dict[str, Any], str | None]] = [
     (PACKED, {}, None),
     (PACKED, {"capability": (10, 0)}, None),
@@ -254,21 +132,13 @@ REASONS: list[tuple[Problem, dict[str, Any], str | None]] = [
     (COMPRESSED, {"capability": (10, 0)}, "sparse decode V4 needs SM90, this is SM100"),
     (PROMPT, {}, None),
     (PROMPT, {"aligned": frozenset(("pages", "queries"))}, "needs one row after another"),
-    (PAGED, {}, None),
-    (PAGED, {"format": "fp16", "dtype": torch.float16, "H": 3}, None),
-    (PAGED, {"capability": (10, 0)}, "needs SM90, this is SM100"),
-    (PAGED, {"format": "fp8"}, "takes queries of the cache's dtype, this is torch.bfloat16 and"),
-    (PAGED, {"BS": 16}, "needs pages of 64 rows, this is 16"),
-    (PAGED, {"run_length": 1024}, "cuts keys by what else is in the batch"),
-    (PAGED, {"aligned": frozenset(("rows",))}, "needs rows and queries at multiples of 16 bytes"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(REASONS)))
 def test_reasons(number: int) -> None:
     problem, changes, reason = REASONS[number]
-    module = dense if problem.op == "mqa_paged" else sparse
-    found = module.why_not(replace(problem, **changes))
+    found = sparse.why_not(replace(problem, **changes))
     assert found == reason if reason is None else found is not None and reason in found
 
 
@@ -285,7 +155,6 @@ def test_reasons(number: int) -> None:
         (COMPRESSED, "gluon"),
         (PROMPT, "flashmla"),
         (replace(PROMPT, tokens=64), "gluon"),
-        (PAGED, "gluon"),
     ],
 )
 def test_auto_takes_the_faster(problem: Problem, taken: str) -> None:
@@ -295,19 +164,9 @@ def test_auto_takes_the_faster(problem: Problem, taken: str) -> None:
     assert choose_backend(problem, "flashmla") == "flashmla"
 
 
-def test_the_page_says_that_dense_kernels_run_by_name_only() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
-    (row,) = [line for line in page.splitlines() if line.startswith("| `mqa_paged` |")]
-    fp8 = replace(PAGED, dtype=torch.float8_e4m3fn, format="fp8")
-    for problem in (PAGED, replace(PAGED, tokens=1), replace(PAGED, max_query_len=4), fp8):
-        asked = replace(problem, aligned=frozenset({"rows", "queries"}))
-        assert why_not(asked, "flashmla") is None and dense.slower(asked) is not None
-    assert " never: " in row and " fp8, " in row
-
-
 def test_kernels_are_named() -> None:
-    names = [kernel_of(problem, "flashmla") for problem in (PACKED, COMPRESSED, PROMPT, PAGED)]
-    assert names == ["sparse decode", "sparse decode V4", "sparse prefill", ""]
+    names = [kernel_of(problem, "flashmla") for problem in (PACKED, COMPRESSED, PROMPT)]
+    assert names == ["sparse decode", "sparse decode V4", "sparse prefill"]
 
 
 def test_alignment_tells_of_padded_rows() -> None:
@@ -321,21 +180,21 @@ def test_what_the_package_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: Any = sys.modules["flash_mla"]
     assert sparse.why_not(PACKED) is None
     monkeypatch.setattr(installed, "has_legacy", lambda: False)
-    assert dense.why_not(PAGED) == (
+    assert sparse.why_not_packed(PACKED) == (
         "needs the legacy kernels, which this flash_mla was built without"
     )
 
     def newest(q: Tensor, indices: Tensor, enable_batch_invariant: bool = False) -> None: ...
 
     monkeypatch.setattr(installed, "flash_mla_with_kvcache", newest)
-    assert dense.why_not(PAGED) == (
+    assert sparse.why_not_packed(PACKED) == (
         "needs kernels that FlashMLA has dropped. Install sgl-flash-mla"
     )
 
     def older(q: Tensor, indices: Tensor, attn_sink: Tensor) -> None: ...
 
     monkeypatch.setattr(installed, "flash_mla_with_kvcache", older)
-    assert dense.why_not(PAGED) is None and _package.legacy(older) == {}
+    assert sparse.why_not(PACKED) is None and _package.legacy(older) == {}
 
     def oldest(q: Tensor, indices: Tensor) -> None: ...
 

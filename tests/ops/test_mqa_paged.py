@@ -298,7 +298,6 @@ def test_bits_of_fixed_runs(format: str, backend: str, device: str) -> None:
 def test_a_key_of_nan_stays_with_its_request(
     backend: str, H: int, format: str, device: str
 ) -> None:
-    """FlashMLA's lse stays a number."""
     widths: dict[str, Any] = {"C": 512, "R": 64, "BS": 64, "contiguous": True, "format": format}
     inputs = PagedCase("nan", (1, 1, 1), (70, 200, 64), H=H, **widths).make(device)
     out, lse = run_or_skip(mqa_paged, inputs, backend)

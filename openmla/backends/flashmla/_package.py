@@ -52,14 +52,6 @@ def why_not_installed() -> str | None:
     return None
 
 
-def fill_schedule(schedule: Any, lens: torch.Tensor, queries: int, H: int) -> None:
-    """Fill the schedule of the dense fp8 kernel, which the call itself would build for 16 bits."""
-    make = import_module("flash_mla.flash_mla_interface").get_mla_decoding_metadata
-    schedule.tile_scheduler_metadata, schedule.num_splits = make(
-        lens, queries * H, 1, H, True, **legacy(make)
-    )
-
-
 def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
