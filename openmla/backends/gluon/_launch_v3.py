@@ -40,7 +40,7 @@ def few_cases(capability: int) -> Iterator[Case]:
 
 
 def many_cases(format: str, *rows: tuple[int, int, int, bool]) -> Iterator[Case]:
-    """Of D columns and so many words, with so many scales of e4m3 queries; of positions too."""
+    """Calls to compile: columns D, words of a row, scales of e4m3 queries, slots or positions."""
     for D, words, scales, both in rows:
         queries = f"-e4m3-{scales}" if scales else ""
         for kind, BS, fixed in (("slots", 0, False), ("positions", 64, True))[: 1 + both]:

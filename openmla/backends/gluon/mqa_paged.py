@@ -66,7 +66,7 @@ def fix(
 
 
 def cases(*tiles: tuple[Tile, int, int, int, bool, str]) -> Iterator[Case]:
-    """Each with heads, rows of a page, tokens of an item, whether runs are fixed, and a dtype."""
+    """Calls to compile: a tile, heads, rows of a page, tokens of an item, fixed runs, a dtype."""
     for tile, H, BS, tokens, fixed, dtype in tiles:
         stored = dtype if tile is MANY else "fp8"
         types = {"q": f"*{dtype}", "out": f"*{dtype}", "rows": "*i32", "rope": "*i32"}

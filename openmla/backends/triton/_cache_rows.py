@@ -55,7 +55,7 @@ SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
 class Layout(NamedTuple):
-    """The parts of a stored row: what a kernel specialises on, beside the block size."""
+    """The parts of a stored row: what a kernel specializes on, beside the block size."""
 
     FORMAT: int
     MAIN: int

@@ -64,7 +64,7 @@ TILES = {
 
 
 class Shape(NamedTuple):
-    """What a kernel specialises on, beside where its keys lie."""
+    """What a kernel specializes on, beside where its keys lie."""
 
     HI: int
     DI: int

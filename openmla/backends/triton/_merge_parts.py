@@ -27,10 +27,10 @@ from openmla.backends.triton._prepare import Launch, Piece
 from openmla.backends.triton._primitives import LN2, LOG2E, finite_max, sink_factor
 from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 
-# Few runs of a token follow one another, in a warp that has whole rows, with all loads in flight:
+# A warp merges few runs of a token one after the other, in whole rows, with all loads in flight:
 # runs, columns, heads, warps.
 FEW_RUNS, FEW_TILE = 16, (4, 512, 4, 8)
-# Of more, one tile has one head and some columns: runs, columns.
+# A tile of more runs has one head and some columns: runs, columns.
 MANY_TILE = (64, 128)
 # Fixed runs, in order: whatever the tile, sums have the same order. Columns, heads, warps.
 FIXED_FEW_ROWS = (128, 1, 1)

@@ -154,7 +154,7 @@ def _prepare(
 
 
 def rules_of(kernel: Any) -> tuple[tuple[bool, bool], ...] | None:
-    """Of every argument that is no constant, whether Triton specialises on its value, and on its
+    """Of every argument that is no constant, whether Triton specializes on its value, and on its
     alignment. None where launches are left to Triton."""
     if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
         return None

@@ -28,7 +28,7 @@ SMALLEST = tl.constexpr(1e-10)  # of a group's largest value, and of a power of 
 
 
 def output_constants(format: str, capability: int) -> dict[str, Any]:
-    """What a kernel specialises on: store_quantized()'s constants but for ASM."""
+    """What a kernel specializes on: store_quantized()'s constants but for ASM."""
     layout = get_output_format(format)
     return {
         "GROUP": layout.group,

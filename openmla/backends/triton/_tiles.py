@@ -150,7 +150,7 @@ TILES = {
 
 
 class Shape(NamedTuple):
-    """What a kernel specialises on, beside its segments."""
+    """What a kernel specializes on, beside its segments."""
 
     H: int
     C: int

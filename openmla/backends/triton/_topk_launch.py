@@ -103,7 +103,7 @@ def fix(config: Config, *, aligned: bool, fits: bool, asm: bool) -> Fixed:
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """Few rows, many rows and a large K; no kernel specialises on K or S."""
+    """Few rows, many rows and a large K; no kernel specializes on K or S."""
     shapes = ((1, 2048), (1000, 2048), (1000, 4096))
     for config in dict.fromkeys(config_of(T, K, 100, capability) for T, K in shapes):
         name = f"topk-fp32-{config.block}-{config.num_warps}"

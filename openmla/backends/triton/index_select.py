@@ -157,7 +157,7 @@ def select_in_chunks(
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """The models' heads; no kernel specialises on K."""
+    """The models' heads; no kernel specializes on K."""
     for dtype, format, HI in (
         (FP8, "index_fp8", 64), (FP8, "index_fp8", 32), (torch.bfloat16, "index_bf16", 64),
     ):  # fmt: skip
