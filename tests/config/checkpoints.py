@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 Json = dict[str, Any]
+
+
+class Checkpoints(dict[str, Json]):
+    """Every lookup is a copy: configs of transformers write into the dicts that they are given."""
+
+    def __getitem__(self, name: str) -> Json:
+        return copy.deepcopy(super().__getitem__(name))
 
 
 def _yarn(factor: float, original: int, mscale: float, **more: float) -> Json:
@@ -265,7 +273,7 @@ def _without(fields: Json, *names: str) -> Json:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-CHECKPOINTS: dict[str, Json] = {
+_CHECKPOINTS: dict[str, Json] = {
     "deepseek-v2": _V2,
     "deepseek-v2-lite": {
         **_V2,
@@ -407,6 +415,7 @@ CHECKPOINTS: dict[str, Json] = {
         "full_attention_layers": [1],
     },
 }
+CHECKPOINTS = Checkpoints(_CHECKPOINTS)
 
 # The fields of a flat checkpoint of dots3; every number of sliding layers differs from the others'.
 DOTS3_TINY: Json = {

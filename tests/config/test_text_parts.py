@@ -27,7 +27,7 @@ def test_wrapper_objects_and_their_files(tmp_path: Path) -> None:
     """Mistral Small 4: mistral3 around mistral4, as object, as text object, and as saved."""
     from transformers import Mistral3Config
 
-    theirs = Mistral3Config(text_config=dict(MISTRAL4))
+    theirs = Mistral3Config(text_config=CHECKPOINTS["mistral-4"])
     assert MLAConfig.from_hf(theirs) == PRESETS["mistral-4"]
     assert MLAConfig.from_hf(theirs.get_text_config()) == PRESETS["mistral-4"]
     theirs.save_pretrained(tmp_path)
