@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.integrations.transformers import attachment_of
+from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.integrations.transformers.captured import CapturedDecode
 from tests.integrations.models import VOCAB
 
@@ -56,3 +56,26 @@ def captured(model: Any) -> CapturedDecode:
     found = attachment_of(model).captured
     assert isinstance(found, CapturedDecode) and found in attachment_of(model).handles
     return found
+
+
+def check_ways(model: Any, ids: Tensor, mask: Tensor, *, seed: int, capture: bool) -> None:
+    """Greedy, with beams and sampled: the same tokens before and after attach(), and two plans in a
+    captured step, one for each kind of layer."""
+    ways: tuple[dict[str, Any], ...] = (
+        {"n": 24},
+        {"n": 8, "num_beams": 3},
+        {"n": 12, "do_sample": True},
+    )
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(seed)
+        return [new_tokens(model, ids, mask, **way) for way in ways]
+
+    expected = run()
+    attach(model, block_size=4, capture=capture)
+    for actual, tokens in zip(run(), expected, strict=True):
+        assert torch.equal(actual, tokens)
+    if capture:
+        assert {len(each.buffers) for each in captured(model).recorded.values()} == {2}
+    detach(model)
+    assert torch.equal(new_tokens(model, ids, mask, n=4), expected[0][:, :4])

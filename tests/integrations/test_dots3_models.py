@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from openmla.errors import ShapeError  # noqa: E402
 from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
 from openmla.integrations.transformers.attachment import ROLLBACK  # noqa: E402
-from tests.integrations.generation import captured, new_tokens, prompts  # noqa: E402
+from tests.integrations.generation import check_ways, new_tokens, prompts  # noqa: E402
 from tests.integrations.models import make_dots3, on  # noqa: E402
 
 W, K = 12, 16
@@ -48,24 +48,7 @@ def test_same_tokens(case: str, device: str) -> None:
     seed, changes, capture = CASES[case]
     model = make_dots3(seed, **changes).to(device)
     ids, mask = on(device, *prompts(EDGES, seed=seed))
-    ways: tuple[dict[str, Any], ...] = (
-        {"n": 24},
-        {"n": 8, "num_beams": 3},
-        {"n": 12, "do_sample": True},
-    )
-
-    def run() -> list[Tensor]:
-        torch.manual_seed(seed)
-        return [new_tokens(model, ids, mask, **way) for way in ways]
-
-    expected = run()
-    attach(model, block_size=4, capture=capture)
-    for actual, tokens in zip(run(), expected, strict=True):
-        assert torch.equal(actual, tokens)
-    if capture:
-        assert {len(each.buffers) for each in captured(model).recorded.values()} == {2}
-    detach(model)
-    assert torch.equal(new_tokens(model, ids, mask, n=4), expected[0][:, :4])
+    check_ways(model, ids, mask, seed=seed, capture=capture)
 
 
 @pytest.mark.parametrize("length", [1, W - 1, W, W + 1, K - 1, K, K + 1])

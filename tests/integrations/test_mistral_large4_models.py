@@ -11,8 +11,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
-from tests.integrations.generation import captured, new_tokens, prompts  # noqa: E402
+from openmla.integrations.transformers import attach, attachment_of  # noqa: E402
+from tests.integrations.generation import check_ways, new_tokens, prompts  # noqa: E402
 from tests.integrations.models import make_mistral_large4, on  # noqa: E402
 
 K = 16
@@ -50,24 +50,7 @@ def test_same_tokens(case: str, device: str) -> None:
     seed, changes, capture = CASES[case]
     model = make_mistral_large4(seed, **changes).to(device)
     ids, mask = on(device, *prompts(EDGES, seed=seed))
-    ways: tuple[dict[str, Any], ...] = (
-        {"n": 24},
-        {"n": 8, "num_beams": 3},
-        {"n": 12, "do_sample": True},
-    )
-
-    def run() -> list[Tensor]:
-        torch.manual_seed(seed)
-        return [new_tokens(model, ids, mask, **way) for way in ways]
-
-    expected = run()
-    attach(model, block_size=4, capture=capture)
-    for actual, tokens in zip(run(), expected, strict=True):
-        assert torch.equal(actual, tokens)
-    if capture:
-        assert {len(each.buffers) for each in captured(model).recorded.values()} == {2}
-    detach(model)
-    assert torch.equal(new_tokens(model, ids, mask, n=4), expected[0][:, :4])
+    check_ways(model, ids, mask, seed=seed, capture=capture)
 
 
 @pytest.mark.parametrize("length", [1, K - 1, K, K + 1])
