@@ -258,8 +258,8 @@ def _why(plan: Plan, group: Group) -> str:
     if unknown:
         others = f"; the lengths of {counted(unknown, 'request')} are known only to the device"
     return (
-        f"cheaper: {counted(n, 'new token')} over {counted(S, 'key')} "
-        f"(expanding pays off from about {most + 1:,}){others}"
+        f"cheaper: {counted(n, 'new token')} over {counted(S, 'key')} (at this length, expanding "
+        f"pays off from about {counted(most + 1, 'new token')}){others}"
     )
 
 
